@@ -1,0 +1,41 @@
+"""Hoplite for Dask: large objects move pipelined and survive workers that leave."""
+
+from __future__ import annotations
+
+from distributed import Scheduler
+
+__version__ = "0.1.0"
+
+from dask_hoplite.config import load_defaults
+
+load_defaults()
+
+from dask_hoplite.api import broadcast, gather, scatter, status, transfers  # noqa: E402
+from dask_hoplite.exceptions import (  # noqa: E402
+    HopliteError,
+    NotInstalledError,
+    ObjectLostError,
+    ObjectTooLargeError,
+    TransferError,
+)
+from dask_hoplite.scheduler import Hoplite  # noqa: E402
+
+__all__ = [
+    "Hoplite",
+    "HopliteError",
+    "NotInstalledError",
+    "ObjectLostError",
+    "ObjectTooLargeError",
+    "TransferError",
+    "broadcast",
+    "gather",
+    "scatter",
+    "status",
+    "transfers",
+]
+
+
+async def dask_setup(scheduler: Scheduler) -> None:
+    """Install on a scheduler: what ``dask scheduler --preload dask_hoplite`` calls."""
+    if isinstance(scheduler, Scheduler):
+        scheduler.add_plugin(Hoplite(), idempotent=True)

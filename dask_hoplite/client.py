@@ -1,0 +1,358 @@
+"""Hoplite in a client: large objects go to and come from the workers themselves, streamed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+import warnings
+import weakref
+from collections.abc import Awaitable, Callable, Collection, Iterator
+from typing import Any
+
+import dask
+from dask.sizeof import sizeof
+from dask.tokenize import tokenize
+from dask.utils import parse_timedelta
+from distributed import Client, Future
+from distributed.client import no_default
+from distributed.utils import offload
+
+import dask_hoplite
+from dask_hoplite.core.events import Key
+from dask_hoplite.exceptions import NotInstalledError
+from dask_hoplite.scheduler import NAME, Hoplite
+from dask_hoplite.transfer.buffer import Buffer
+from dask_hoplite.transfer.layout import Layout, dump
+from dask_hoplite.transfer.pull import take, unpack
+from dask_hoplite.transfer.push import push
+
+logger = logging.getLogger(__name__)
+
+#: Objects that a client sends, or receives, at a time.
+SLOTS = 8
+
+_extensions: weakref.WeakKeyDictionary[Client, ClientExtension] = weakref.WeakKeyDictionary()
+
+
+@Client.__dict__["_register_plugin"].register(Hoplite)
+def _register(client: Client, plugin: Hoplite, name: str, idempotent: bool) -> Any:
+    """What ``client.register_plugin(Hoplite())`` does: the cluster first, then this client."""
+    return client.sync(_register_async, client, plugin, name, idempotent)
+
+
+async def _register_async(client: Client, plugin: Hoplite, name: str, idempotent: bool) -> None:
+    await client._register_scheduler_plugin(plugin=plugin, name=name, idempotent=idempotent)
+    try:
+        await extension(client)
+    except NotInstalledError as error:
+        warnings.warn(f"{error}; this client goes on as a plain Dask client", stacklevel=2)
+
+
+async def extension(client: Client) -> ClientExtension:
+    """The client's half of Hoplite, installed if it was not yet.
+
+    Raises
+    ------
+    NotInstalledError
+        If the scheduler has no Hoplite, or one of another version.
+    """
+    known = _extensions.get(client)
+    if known is not None and known.installed:
+        return known
+    hello = await client.scheduler.hoplite_hello()
+    if hello is None:
+        raise NotInstalledError(
+            "the scheduler has no Hoplite: call client.register_plugin(Hoplite()) first"
+        )
+    if hello["version"] != dask_hoplite.__version__:
+        raise NotInstalledError(
+            f"the scheduler has dask-hoplite {hello['version']}, "
+            f"this client {dask_hoplite.__version__}"
+        )
+    known = _extensions[client] = ClientExtension(client, hello["min_size"])
+    known.install()
+    return known
+
+
+class ClientExtension:
+    """Replaces how one client scatters and gathers.
+
+    Parameters
+    ----------
+    client : Client
+        The client.
+    min_size : int
+        Objects of fewer bytes take Dask's own path.
+    fetch : callable, optional
+        How to get a large object by key and size. Default: from a worker that holds it. A client
+        that lives in a worker uses that worker's own pulls.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        min_size: int,
+        fetch: Callable[[Key, int], Awaitable[Any]] | None = None,
+    ):
+        self._client = weakref.ref(client)
+        self.min_size = min_size
+        self.fetch = fetch
+        self.installed = False
+        self.slots = asyncio.Semaphore(SLOTS)
+        self.unreachable: set[str] = set()
+        #: The key under which this client holds a content, by its token
+        self.tokens: dict[str, Key] = {}
+        timeout = dask.config.get("hoplite.connect-timeout")
+        self.connect_timeout = parse_timedelta(timeout)
+
+    @property
+    def client(self) -> Client:
+        """The client, which must be alive."""
+        client = self._client()
+        assert client is not None
+        return client
+
+    def install(self) -> None:
+        """Replace the client's methods."""
+        self.plain_scatter = type(self.client)._scatter
+        self.plain_gather_remote = type(self.client)._gather_remote
+        self.client._scatter = self._scatter  # type: ignore[method-assign]
+        self.client._gather_remote = self._gather_remote  # type: ignore[method-assign]
+        self.installed = True
+
+    def uninstall(self) -> None:
+        """Put the client's methods back."""
+        for name in ("_scatter", "_gather_remote"):
+            self.client.__dict__.pop(name, None)
+        self.installed = False
+
+    # Scatter
+
+    async def _scatter(
+        self,
+        data: Any,
+        workers: Any = None,
+        broadcast: bool | int = False,
+        direct: bool | None = None,
+        local_worker: Any = None,
+        timeout: Any = no_default,
+        hash: bool = True,
+    ) -> Any:
+        """In place of :meth:`distributed.Client._scatter`; large objects are streamed to a worker.
+
+        Each object gets a key of its own, unless this client still holds the same content: then
+        that is used, and no byte moves. So no late release of an earlier object can end a new one.
+        """
+        client = self.client
+        named = type(data) is dict
+        if isinstance(data, range | Iterator):
+            data = list(data)
+        one = not named and not (
+            type(data) in (list, tuple, set, frozenset)
+            or (isinstance(data, tuple) and hasattr(data, "_fields"))
+        )
+        values = list(data.values()) if named else [data] if one else list(data)
+        streamed = (
+            {}
+            if local_worker or client.scheduler.address.startswith("inproc://")
+            else {
+                index: buffer
+                for index, value in enumerate(values)
+                if not isinstance(value, Future) and (buffer := await self._lay_out(value))
+            }
+        )
+        if not streamed:
+            return await self.plain_scatter(
+                client, data, workers, broadcast, direct, local_worker, timeout, hash
+            )
+        rest = [index for index in range(len(values)) if index not in streamed]
+        names = list(data) if named else [None] * len(values)
+        futures: dict[int, Future] = {}
+        for index in list(streamed):
+            if names[index] is None:
+                names[index], held = await self._name(values[index], hash)
+                if held:
+                    futures[index] = Future(names[index], client)
+                    del streamed[index]
+        if streamed:
+            puts = {names[index]: buffer for index, buffer in streamed.items()}
+            try:
+                await self._put(puts, workers, broadcast, timeout)
+            except OSError as error:
+                logger.info("Hoplite: cannot reach the workers, data go by the scheduler: %s", error)
+                rest = sorted({*rest, *streamed})
+            else:
+                for index in streamed:
+                    key = names[index]
+                    futures[index] = Future(key, client)
+                    client.futures[key].finish(type=type(values[index]))
+        if rest:
+            keys = [names[index] or self._unique(values[index]) for index in rest] if not hash else None
+            part: Any = (
+                {names[index]: values[index] for index in rest}
+                if named
+                else [values[index] for index in rest]
+            )
+            done = await self.plain_scatter(
+                client, part, workers, broadcast, direct, local_worker, timeout, hash
+            )
+            del keys
+            plain = done.values() if named else done
+            futures.update(zip(rest, plain, strict=True))
+        ordered = [futures[index] for index in range(len(values))]
+        if named:
+            return dict(zip(names, ordered, strict=True))
+        if one:
+            return ordered[0]
+        if hasattr(type(data), "_make"):
+            return type(data)._make(ordered)
+        return type(data)(ordered)
+
+    async def _lay_out(self, value: Any) -> Buffer | None:
+        """The bytes of an object, if it is one that is streamed."""
+        if sizeof(value) < self.min_size:
+            return None
+        buffer = Buffer(*await offload(dump, value))
+        return buffer if buffer.nbytes >= self.min_size else None
+
+    async def _name(self, value: Any, hash: bool) -> tuple[Key, bool]:
+        """A key for an object, and whether this client holds the object by it already."""
+        if not hash:
+            return self._unique(value), False
+        token = await offload(tokenize, value)
+        key = self.tokens.get(token)
+        state = self.client.futures.get(key) if key is not None else None
+        if key is not None and state is not None and state.status == "finished":
+            return key, True
+        self.tokens = {t: k for t, k in self.tokens.items() if k in self.client.futures}
+        key = self.tokens[token] = f"{type(value).__name__}-{token}-{uuid.uuid4().hex[:8]}"
+        return key, False
+
+    @staticmethod
+    def _unique(value: Any) -> Key:
+        return f"{type(value).__name__}-{uuid.uuid4().hex}"
+
+    async def _put(
+        self, puts: dict[Key, Buffer], workers: Any, broadcast: bool | int, timeout: Any
+    ) -> dict[Key, dict[str, str]]:
+        """Send objects to workers; return when they, and the copies asked for, are there.
+
+        Returns
+        -------
+        dict
+            For each key the workers that could not get a copy, and why.
+
+        Raises
+        ------
+        OSError
+            If the workers cannot be reached from here.
+        """
+        client = self.client
+        scheduler = client.scheduler
+        if isinstance(workers, str | int):
+            workers = [workers]
+        placement = await scheduler.hoplite_place(
+            client=client.id,
+            nbytes={key: buffer.nbytes for key, buffer in puts.items()},
+            workers=workers,
+            broadcast=broadcast,
+            timeout=client._timeout if timeout is no_default else timeout,
+        )
+        if placement is None:  # it was uninstalled
+            self.uninstall()
+            raise ConnectionError("the scheduler has no Hoplite any more")
+
+        async def send(key: Key) -> None:
+            worker, epoch = placement[key]
+            async with self.slots:
+                await self._connect(worker)
+                await push(client.rpc, worker, key, puts[key], epoch)
+
+        sending = [asyncio.create_task(send(key)) for key in puts]
+        try:
+            await asyncio.gather(*sending)
+            done = await scheduler.hoplite_commit(client=client.id, keys=list(puts))
+        except BaseException as error:
+            for task in sending:
+                task.cancel()
+            reason = f"{type(error).__name__}: {error}"
+            await asyncio.shield(scheduler.hoplite_abort(keys=list(puts), reason=reason))
+            raise
+        return dict(done["failed"])
+
+    async def _connect(self, worker: str) -> None:
+        """Make sure that a worker can be reached, and remember if it can't."""
+        if worker in self.unreachable:
+            raise ConnectionError(f"{worker} cannot be reached from this client")
+        try:
+            comm = await self.client.rpc.connect(worker, timeout=self.connect_timeout)
+        except OSError:
+            self.unreachable.add(worker)
+            raise
+        self.client.rpc.reuse(worker, comm)
+
+    # Gather
+
+    async def _gather_remote(self, direct: bool, local_worker: Any) -> dict[str, Any]:
+        """In place of :meth:`distributed.Client._gather_remote`."""
+        client = self.client
+        async with client._gather_semaphore:
+            keys = list(client._gather_keys)
+            client._gather_keys = None
+            client._gather_future = None
+        located = await client.scheduler.hoplite_locate(keys=keys)
+        large = {
+            key: where for key, where in (located or {}).items() if where[0] >= self.min_size
+        }
+        found = await asyncio.gather(
+            *(self._get(key, *where) for key, where in large.items()), return_exceptions=True
+        )
+        data = {
+            key: value
+            for key, value in zip(large, found, strict=True)
+            if not isinstance(value, BaseException)
+        }
+        # What could not be had, whatever the reason, is Dask's to get, or to say why not.
+        rest = [key for key in keys if key not in data]
+        if not rest:
+            return {"status": "OK", "data": data}
+        client._gather_keys = set(rest) | (client._gather_keys or set())
+        response: dict[str, Any] = await self.plain_gather_remote(client, direct, local_worker)
+        if response["status"] == "OK":
+            response["data"].update(data)
+        return response
+
+    async def _get(self, key: Key, nbytes: int, holders: Collection[str]) -> Any:
+        """Get one object, from whichever of its holders."""
+        if self.fetch is not None:
+            return await self.fetch(key, nbytes)
+        buffer: Buffer | None = None
+
+        def begin(layout: Layout) -> Buffer:
+            nonlocal buffer
+            buffer = Buffer(layout)
+            return buffer
+
+        error: OSError = ConnectionError(f"{key!r} is held by nobody")
+        for worker in holders:
+            try:
+                async with self.slots:
+                    await self._connect(worker)
+                    await take(
+                        self.client.rpc,
+                        worker,
+                        key,
+                        receiver=self.client.id,
+                        buffer=buffer,
+                        begin=begin,
+                    )
+            except OSError as failure:
+                error = failure
+                continue
+            assert buffer is not None
+            return await unpack(buffer)
+        raise error
+
+
+__all__ = ["NAME", "ClientExtension", "extension"]

@@ -1,0 +1,60 @@
+"""The cost model: how wide a distribution tree should be, from measured latency and bandwidth."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass
+class CostModel:
+    """Estimates of one hop, and the tree that is fastest under them.
+
+    Parameters
+    ----------
+    latency : float
+        Seconds from asking a source that has the data to the first byte, and from a byte's arrival
+        to its being sent on.
+    bandwidth : float
+        Bytes per second of one host's link.
+    weight : float
+        Share of a new sample in the running mean.
+
+    Notes
+    -----
+    Pipelined distribution of ``S`` bytes to ``n`` receivers costs about ``S/B + n·L`` in a chain and
+    ``d·S/B + L·log_d(n)`` in a tree whose nodes feed ``d`` children at a time, since these share the
+    node's link (Hoplite, SIGCOMM 2021, section 4; the LogP family of models before it).
+    """
+
+    latency: float = 0.002
+    bandwidth: float = 1e8
+    weight: float = 0.1
+
+    def learn(self, *, latency: float, nbytes: int, seconds: float) -> None:
+        """Take one finished hop into the estimates.
+
+        Transfers that took less than ten latencies say more about latency than about bandwidth, and
+        are not used for the latter.
+        """
+        self.latency += self.weight * (max(latency, 1e-6) - self.latency)
+        if seconds > 10 * self.latency:
+            self.bandwidth += self.weight * (nbytes / seconds - self.bandwidth)
+
+    def seconds(self, nbytes: int, receivers: int, fan_out: int) -> float:
+        """Estimated time until the last of ``receivers`` has all ``nbytes``."""
+        once = nbytes / self.bandwidth
+        if fan_out == 1:
+            return once + receivers * self.latency
+        depth = math.ceil(math.log(receivers * (fan_out - 1) + 1, fan_out) - 1e-9)
+        return min(fan_out, receivers) * once + depth * self.latency
+
+    def fan_out(self, nbytes: int, receivers: int) -> int:
+        """The number of receivers that a host should feed at a time."""
+        best = 1
+        width = 2
+        while width < 2 * receivers:
+            if self.seconds(nbytes, receivers, width) < self.seconds(nbytes, receivers, best):
+                best = width
+            width *= 2
+        return min(best, max(receivers, 1))

@@ -1,0 +1,333 @@
+"""The directory: who receives what from whom, and what is to be done next.
+
+Pure: no clock, no sockets, no event loop, no Dask. :meth:`Directory.handle` takes one event and the
+present time, and returns instructions.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Collection
+from functools import singledispatchmethod
+from typing import Any
+
+from dask_hoplite.core.cost import CostModel
+from dask_hoplite.core.events import (
+    Abandoned,
+    Event,
+    Finished,
+    Key,
+    Progressed,
+    Pushed,
+    Released,
+    SourceFailed,
+    Stalled,
+    Wanted,
+    WorkerJoined,
+    WorkerLeft,
+)
+from dask_hoplite.core.instructions import Cancel, Instruction, NoSource, Pull, Wait
+from dask_hoplite.core.tree import Choice, Transfer, Tree
+
+
+class Directory:
+    """Decides who gets which object from whom.
+
+    Parameters
+    ----------
+    holders : callable of a key, giving a collection of str
+        The workers that hold the complete object at this moment. It is asked at every decision and
+        never remembered, since copies come and go without a word to the directory.
+    cost : CostModel, optional
+        What a hop costs.
+    stall_timeout : float
+        Seconds after which a receiver that gets nothing says so. One that was silent for twice as
+        long is taken to be frozen or cut off.
+    history : int
+        How many ended transfers to remember for :meth:`log`.
+
+    Notes
+    -----
+    Each decision about a receiver has an epoch, from one counter that only grows. A report that
+    carries another epoch than the receiver's present one is about something that was overtaken, and
+    is dropped.
+    """
+
+    def __init__(
+        self,
+        holders: Callable[[Key], Collection[str]],
+        *,
+        cost: CostModel | None = None,
+        stall_timeout: float = 1.5,
+        history: int = 10_000,
+    ):
+        self.holders = holders
+        self.cost = cost or CostModel()
+        self.stall_timeout = stall_timeout
+        self.hosts: dict[str, str] = {}
+        self.trees: dict[Key, Tree] = {}
+        self.epoch = 0
+        self.ended: deque[dict[str, Any]] = deque(maxlen=history)
+        self.bytes_in: Counter[str] = Counter()
+        self.bytes_out: Counter[str] = Counter()
+        self.now = 0.0
+
+    def handle(self, event: Event, now: float) -> list[Instruction]:
+        """Take an event in, and say what is to be done.
+
+        Parameters
+        ----------
+        event : Event
+            What happened.
+        now : float
+            Seconds on any clock that does not run backwards.
+
+        Returns
+        -------
+        list of Instruction
+        """
+        self.now = now
+        return self._handle(event)
+
+    @singledispatchmethod
+    def _handle(self, event: Event) -> list[Instruction]:
+        raise TypeError(f"not an event: {event!r}")
+
+    # Workers
+
+    @_handle.register
+    def _joined(self, event: WorkerJoined) -> list[Instruction]:
+        self.hosts[event.worker] = event.host
+        return []
+
+    @_handle.register
+    def _left(self, event: WorkerLeft) -> list[Instruction]:
+        orphans: list[tuple[Tree, Transfer]] = []
+        for tree in list(self.trees.values()):
+            tree.landed.discard(event.worker)
+            for orphan in tree.orphans(event.worker):
+                orphan.tried[event.worker] = "left the cluster"
+                self._note(orphan, "source left")
+                tree.disconnect(orphan)
+                orphans.append((tree, orphan))
+            gone = tree.transfers.get(event.worker)
+            if gone is not None:
+                self._end(tree, gone, "receiver left")
+        self.hosts.pop(event.worker, None)
+        return [told for tree, orphan in orphans for told in self._decide(tree, orphan)]
+
+    # Receivers
+
+    @_handle.register
+    def _wanted(self, event: Wanted) -> list[Instruction]:
+        tree = self._tree(event.key, event.nbytes)
+        tree.fan_out = self.cost.fan_out(
+            event.nbytes, max(event.expected, len(tree.transfers) + 1)
+        )
+        transfer = tree.transfers.get(event.receiver)
+        if transfer is None:
+            transfer = self._begin(tree, event.receiver)
+        transfer.heard = self.now
+        self._advance(transfer, event.received)
+        return self._decide(tree, transfer)
+
+    @_handle.register
+    def _pushed(self, event: Pushed) -> list[Instruction]:
+        tree = self._tree(event.key, event.nbytes)
+        transfer = self._begin(tree, event.receiver)
+        return [self._connect(tree, transfer, Choice(event.origin, 0, "pushed from outside"))]
+
+    @_handle.register
+    def _progressed(self, event: Progressed) -> list[Instruction]:
+        transfer = self._present(event)
+        if transfer is not None:
+            self._advance(transfer, event.received)
+        return []
+
+    @_handle.register
+    def _stalled(self, event: Stalled) -> list[Instruction]:
+        transfer = self._present(event)
+        if transfer is None:
+            return self._overtaken(event)
+        self._advance(transfer, event.received)
+        tree = self.trees[event.key]
+        source = transfer.source
+        peer = tree.transfers.get(source) if source is not None else None
+        if source is None or (peer is None and source not in self.hosts):
+            # A push from outside: only whoever pushes can do something about it.
+            return [Wait(event.key, event.receiver, event.epoch, "the sender is outside")]
+        if peer is not None and peer.received <= transfer.received:
+            silent = self.now - peer.heard
+            if silent <= 2 * self.stall_timeout:
+                reason = f"{source} waits for its own source"
+                return [Wait(event.key, event.receiver, event.epoch, reason)]
+            why = f"silent for {silent:.1f} s"
+        else:
+            why = f"sent nothing for {self.stall_timeout:.1f} s"
+        return self._replace_source(tree, transfer, why)
+
+    @_handle.register
+    def _source_failed(self, event: SourceFailed) -> list[Instruction]:
+        transfer = self._present(event)
+        if transfer is None:
+            return self._overtaken(event)
+        self._advance(transfer, event.received)
+        return self._replace_source(self.trees[event.key], transfer, event.reason)
+
+    @_handle.register
+    def _finished(self, event: Finished) -> list[Instruction]:
+        transfer = self._present(event)
+        if transfer is None:
+            return []
+        tree = self.trees[event.key]
+        self.cost.learn(
+            latency=event.latency / max(transfer.depth, 1),
+            nbytes=tree.nbytes - transfer.resumed_from,
+            seconds=event.seconds,
+        )
+        self._advance(transfer, tree.nbytes)
+        transfer.path = event.path
+        self._note(transfer, "finished")
+        tree.land(transfer)
+        self._tidy(tree)
+        return []
+
+    @_handle.register
+    def _abandoned(self, event: Abandoned) -> list[Instruction]:
+        transfer = self._present(event)
+        if transfer is not None:
+            self._advance(transfer, event.received)
+            self._end(self.trees[event.key], transfer, event.reason)
+        return []
+
+    @_handle.register
+    def _released(self, event: Released) -> list[Instruction]:
+        tree = self.trees.pop(event.key, None)
+        if tree is None:
+            return []
+        instructions: list[Instruction] = []
+        for transfer in tree.transfers.values():
+            self._note(transfer, "released")
+            reason = "the object was released"
+            instructions.append(Cancel(event.key, transfer.receiver, transfer.epoch, reason))
+        return instructions
+
+    # Decisions
+
+    def _decide(self, tree: Tree, transfer: Transfer) -> list[Instruction]:
+        """Find a source for a receiver that has none, or has asked for one again."""
+        if transfer.source is not None:
+            self._note(transfer, "asked again")
+            tree.disconnect(transfer)
+        # Whoever landed is a complete copy that ``holders`` may not know yet.
+        whole = {*self.holders(tree.key), *tree.landed}
+        choice = tree.choose(transfer, whole)
+        if choice is not None:
+            return [self._connect(tree, transfer, choice)]
+        tried = dict(transfer.tried)
+        reason = "every source failed" if tried else "no worker holds it"
+        self._end(tree, transfer, reason)
+        return [NoSource(tree.key, transfer.receiver, tried, reason)]
+
+    def _replace_source(self, tree: Tree, transfer: Transfer, why: str) -> list[Instruction]:
+        source = transfer.source
+        if source is not None:
+            transfer.tried[source] = why
+            tree.landed.discard(source)
+            self._note(transfer, why)
+            tree.disconnect(transfer)
+        return self._decide(tree, transfer)
+
+    def _connect(self, tree: Tree, transfer: Transfer, choice: Choice) -> Pull:
+        self.epoch += 1
+        transfer.start = transfer.heard = self.now
+        transfer.resumed_from = transfer.received
+        tree.connect(transfer, choice, self.epoch)
+        return Pull(tree.key, transfer.receiver, choice.source, self.epoch, choice.reason)
+
+    # Bookkeeping
+
+    def _tree(self, key: Key, nbytes: int) -> Tree:
+        if key not in self.trees:
+            self.trees[key] = Tree(key, nbytes, self.hosts)
+        return self.trees[key]
+
+    def _begin(self, tree: Tree, receiver: str) -> Transfer:
+        known = tree.transfers.get(receiver)
+        if known is not None:
+            self._end(tree, known, "begun anew")
+        transfer = Transfer(tree.key, receiver, tree.nbytes, start=self.now, heard=self.now)
+        tree.landed.discard(receiver)
+        tree.add(transfer)
+        return transfer
+
+    def _end(self, tree: Tree, transfer: Transfer, status: str) -> None:
+        self._note(transfer, status)
+        tree.remove(transfer.receiver)
+        self._tidy(tree)
+
+    def _tidy(self, tree: Tree) -> None:
+        """Keep no row that says only what Dask knows by itself."""
+        if not tree.transfers:
+            tree.landed.difference_update(self.holders(tree.key))
+            if not tree.landed and self.trees.get(tree.key) is tree:
+                del self.trees[tree.key]
+
+    def _present(self, event: Any) -> Transfer | None:
+        """The transfer that a report is about, unless it was overtaken."""
+        tree = self.trees.get(event.key)
+        transfer = tree.transfers.get(event.receiver) if tree is not None else None
+        if transfer is None or transfer.epoch != event.epoch:
+            return None
+        transfer.heard = self.now
+        return transfer
+
+    def _overtaken(self, event: Stalled | SourceFailed) -> list[Instruction]:
+        """Answer a receiver that asks on behalf of an epoch that is over."""
+        tree = self.trees.get(event.key)
+        transfer = tree.transfers.get(event.receiver) if tree is not None else None
+        if transfer is None:
+            return [NoSource(event.key, event.receiver, {}, "the object was released")]
+        if transfer.source is None:
+            return self._decide(tree, transfer)  # type: ignore[arg-type]
+        return [
+            Pull(event.key, event.receiver, transfer.source, transfer.epoch, transfer.reason)
+        ]
+
+    def _advance(self, transfer: Transfer, received: int) -> None:
+        """Note how far a receiver is. Less than before means that it had to start again."""
+        gained = received - transfer.received
+        transfer.received = received
+        if gained > 0 and transfer.source is not None:
+            self.bytes_in[transfer.receiver] += gained
+            if transfer.source in self.hosts:
+                self.bytes_out[transfer.source] += gained
+
+    def _note(self, transfer: Transfer, status: str) -> None:
+        self.ended.append(self._row(transfer, status, self.now))
+
+    # What people see
+
+    def _row(self, transfer: Transfer, status: str, stop: float | None) -> dict[str, Any]:
+        return {
+            "key": transfer.key,
+            "source": transfer.source,
+            "receiver": transfer.receiver,
+            "nbytes": transfer.nbytes,
+            "received": transfer.received,
+            "resumed_from": transfer.resumed_from,
+            "start": transfer.start,
+            "stop": stop,
+            "status": status,
+            "path": transfer.path,
+            "reason": transfer.reason,
+        }
+
+    def log(self) -> list[dict[str, Any]]:
+        """All transfers that are remembered, the running ones last."""
+        running = [
+            self._row(transfer, "running", None)
+            for tree in self.trees.values()
+            for transfer in tree.transfers.values()
+        ]
+        return [*self.ended, *running]

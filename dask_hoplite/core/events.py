@@ -1,0 +1,131 @@
+"""What the directory is told.
+
+Events are facts, never requests for a particular choice: whoever sends one does not know, and
+does not need to know, what will be decided from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+Key = Any  #: A Dask key: a str, bytes, int, float, or a tuple of them.
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerJoined:
+    """A worker is there and can both receive and serve."""
+
+    worker: str
+    host: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLeft:
+    """A worker is gone, with all that it held, received and served."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A worker needs an object and asks for a source.
+
+    ``received`` bytes of it are there already (from an earlier source); ``expected`` is how many
+    workers are believed to want the same object about now.
+    """
+
+    key: Key
+    receiver: str
+    nbytes: int
+    received: int = 0
+    expected: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """Somebody outside the cluster (a client, the scheduler) starts to push an object to a worker."""
+
+    key: Key
+    receiver: str
+    nbytes: int
+    origin: str
+
+
+@dataclass(frozen=True, slots=True)
+class Progressed:
+    """A receiver has this many bytes of the object by now."""
+
+    key: Key
+    receiver: str
+    epoch: int
+    received: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stalled:
+    """Nothing has come from the source for one stall interval; the connection still stands."""
+
+    key: Key
+    receiver: str
+    epoch: int
+    received: int
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFailed:
+    """The source broke the connection, refused, or does not have the object."""
+
+    key: Key
+    receiver: str
+    epoch: int
+    received: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The receiver has the whole object.
+
+    ``latency`` is the time in seconds to the first byte, ``seconds`` from the first to the last;
+    ``path`` says how the bytes went.
+    """
+
+    key: Key
+    receiver: str
+    epoch: int
+    latency: float
+    seconds: float
+    path: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Abandoned:
+    """The receiver no longer wants the object, or cannot make use of what came."""
+
+    key: Key
+    receiver: str
+    epoch: int
+    received: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """The object has no user left, or all of it is lost: this generation of the key is over."""
+
+    key: Key
+
+
+Event = (
+    WorkerJoined
+    | WorkerLeft
+    | Wanted
+    | Pushed
+    | Progressed
+    | Stalled
+    | SourceFailed
+    | Finished
+    | Abandoned
+    | Released
+)

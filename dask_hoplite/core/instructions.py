@@ -1,0 +1,51 @@
+"""What the directory decides. Each instruction says why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dask_hoplite.core.events import Key
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Let ``receiver`` take the object from ``source``; all reports about it carry ``epoch``."""
+
+    key: Key
+    receiver: str
+    source: str
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Let ``receiver`` stay with the source that it has: that one only waits for its own."""
+
+    key: Key
+    receiver: str
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class NoSource:
+    """Nobody can give ``receiver`` the object; ``tried`` holds the sources that failed it, and why."""
+
+    key: Key
+    receiver: str
+    tried: dict[str, str]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Let ``receiver`` drop what it has of the object."""
+
+    key: Key
+    receiver: str
+    epoch: int
+    reason: str
+
+
+Instruction = Pull | Wait | NoSource | Cancel

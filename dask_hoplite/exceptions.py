@@ -1,0 +1,53 @@
+"""What can go wrong, each with the names that one needs to act on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+class HopliteError(Exception):
+    """Base of all errors of this package."""
+
+
+class NotInstalledError(HopliteError):
+    """The cluster has no Hoplite, or one of another version."""
+
+
+class TransferError(HopliteError):
+    """An object could not be brought to where it was wanted.
+
+    Parameters
+    ----------
+    key : Key
+        The object.
+    reason : str
+        What went wrong.
+    tried : mapping of str to str, optional
+        The sources that were tried, and how each failed.
+    """
+
+    def __init__(self, key: object, reason: str, tried: Mapping[str, str] | None = None):
+        self.key = key
+        self.reason = reason
+        self.tried = dict(tried or {})
+        super().__init__(key, reason, self.tried)
+
+    def __str__(self) -> str:
+        tried = "; ".join(f"{source}: {why}" for source, why in self.tried.items())
+        return f"{self.key!r}: {self.reason}" + (f" ({tried})" if tried else "")
+
+
+class ObjectLostError(TransferError):
+    """No copy of the object is left, and nothing that it could be computed from."""
+
+
+class CancelledPullError(TransferError):
+    """A worker was told to drop an object while it received it."""
+
+
+class ObjectTooLargeError(TransferError):
+    """No worker that was asked for may hold an object of this size."""
+
+
+class SourceFailedError(OSError):
+    """One source failed; another one may do. Does not leave the package."""

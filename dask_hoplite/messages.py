@@ -1,0 +1,29 @@
+"""Events and instructions of the core as parts of Dask messages."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, get_args
+
+from dask_hoplite.core.events import Event
+from dask_hoplite.core.instructions import Instruction
+
+_TYPES = {cls.__name__: cls for cls in (*get_args(Event), *get_args(Instruction))}
+
+
+def encode(item: Event | Instruction) -> dict[str, Any]:
+    """An event or instruction as a dict of what msgpack can carry."""
+    fields = {f.name: getattr(item, f.name) for f in dataclasses.fields(item)}
+    return {"type": type(item).__name__, **fields}
+
+
+def decode(message: dict[str, Any]) -> Any:
+    """The inverse of :func:`encode`.
+
+    Raises
+    ------
+    KeyError
+        If this version does not know the type.
+    """
+    message = dict(message)
+    return _TYPES[message.pop("type")](**message)

@@ -1,0 +1,379 @@
+"""Hoplite on the scheduler: Dask's hooks become events, the core's instructions become messages."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Coroutine, Iterable
+from dataclasses import replace
+from time import monotonic, time
+from typing import Any
+
+from distributed import Scheduler, SchedulerPlugin
+from distributed.active_memory_manager import (
+    ActiveMemoryManagerPolicy,
+    ReduceReplicas,
+    SuggestionGenerator,
+)
+from distributed.protocol.pickle import dumps
+
+import dask_hoplite
+from dask_hoplite.config import Config
+from dask_hoplite.copies import Copies
+from dask_hoplite.core.directory import Directory
+from dask_hoplite.core.events import Event, Key, Released, Wanted, WorkerJoined, WorkerLeft
+from dask_hoplite.core.instructions import Cancel, Instruction
+from dask_hoplite.core.wishes import Wishes
+from dask_hoplite.messages import decode, encode
+from dask_hoplite.worker import HopliteWorker
+
+logger = logging.getLogger(__name__)
+
+NAME = "hoplite"
+
+
+class Hoplite(SchedulerPlugin):
+    """Pipelined, fault-tolerant transfer of large objects, for all programs on a cluster.
+
+    Parameters
+    ----------
+    min_size : int or str, optional
+        Objects of fewer bytes take Dask's own path. Default: ``hoplite.min-size`` of the
+        scheduler's configuration; likewise the others.
+    stall_timeout : float or str, optional
+        Seconds without a byte after which a receiver looks for another source.
+    push_timeout : float or str, optional
+        Seconds without a byte after which an object that comes from a client is given up.
+    history : int, optional
+        Ended transfers that :func:`dask_hoplite.transfers` remembers.
+
+    Notes
+    -----
+    The method is that of Hoplite (Zhuang et al., SIGCOMM 2021, arXiv 2002.05814): schedules are
+    computed as transfers are asked for, from what is ready and who is free at that moment, and
+    receivers send on what they have while the rest still comes.
+
+    Registering twice, also by several clients, is a no-op.
+
+    Examples
+    --------
+    >>> client.register_plugin(Hoplite())  # doctest: +SKIP
+    """
+
+    name = NAME
+    idempotent = True
+
+    def __init__(
+        self,
+        min_size: int | str | None = None,
+        stall_timeout: float | str | None = None,
+        push_timeout: float | str | None = None,
+        history: int | None = None,
+    ):
+        self.overrides = {
+            "min_size": min_size,
+            "stall_timeout": stall_timeout,
+            "push_timeout": push_timeout,
+            "history": history,
+        }
+        Config.read(**self.overrides)  # a mistake should show here, not on the scheduler
+
+    # Installation
+
+    async def start(self, scheduler: Scheduler) -> None:
+        """Install on a scheduler, and on its present and future workers."""
+        installing = scheduler.extensions.get(NAME)
+        if installing is not None:  # another client is doing so at this very moment
+            await installing.ready.wait()
+            return
+        scheduler.extensions[NAME] = self
+        self.ready = asyncio.Event()
+        self.scheduler = scheduler
+        self.config = Config.read(**self.overrides)
+        self.wishes = Wishes()
+        self.tasks: set[asyncio.Task[Any]] = set()
+        self._reset()
+        for address in scheduler.workers:
+            self.add_worker(scheduler, address)
+        self.copies = Copies(self, scheduler)
+        self._install()
+        plugin = HopliteWorker(
+            self.config.min_size, self.config.stall_timeout, self.config.push_timeout
+        )
+        await scheduler.register_worker_plugin(None, dumps(plugin), name=NAME, idempotent=True)
+        self.ready.set()
+
+    def _reset(self) -> None:
+        self.directory = Directory(
+            self.holders, stall_timeout=self.config.stall_timeout, history=self.config.history
+        )
+
+    def _install(self) -> None:
+        scheduler, copies = self.scheduler, self.copies
+        self.added: dict[str, Callable[..., Any]] = {
+            "hoplite_hello": self.hello,
+            "hoplite_tell": self.tell,
+            "hoplite_place": copies.place,
+            "hoplite_commit": copies.commit,
+            "hoplite_abort": self.abort,
+            "hoplite_broadcast": copies.broadcast,
+            "hoplite_locate": self.locate,
+            "hoplite_transfers": self.transfers,
+            "hoplite_status": self.status,
+        }
+        methods: dict[str, Callable[..., Any]] = {
+            "scatter": copies.scatter,
+            "replicate": copies.replicate,
+            "gather_on_worker": copies.gather_on_worker,
+            "remove_plugin": self.remove_plugin,
+            "unregister_scheduler_plugin": self.unregister,
+        }
+        self.plain_remove_plugin = scheduler.remove_plugin
+        self.replaced: dict[str, Callable[..., Any]] = {}
+        for name, method in methods.items():
+            setattr(scheduler, name, method)
+            if name in scheduler.handlers:
+                self.replaced[name] = scheduler.handlers[name]
+                scheduler.handlers[name] = method
+        self.methods = methods
+        scheduler.handlers.update(self.added)
+        manager = scheduler.extensions.get("amm")
+        for policy in list(manager.policies) if manager is not None else ():
+            if isinstance(policy, ReduceReplicas):
+                manager.policies.discard(policy)
+                manager.add_policy(KeepWishedReplicas(policy, self.wishes))
+
+    def _uninstall(self) -> None:
+        scheduler = self.scheduler
+        if scheduler.extensions.pop(NAME, None) is None:
+            return
+        for name, method in self.methods.items():
+            if scheduler.__dict__.get(name) == method:
+                delattr(scheduler, name)
+        scheduler.handlers.update(self.replaced)
+        for name in self.added:
+            scheduler.handlers.pop(name, None)
+        manager = scheduler.extensions.get("amm")
+        for policy in list(manager.policies) if manager is not None else ():
+            if isinstance(policy, KeepWishedReplicas):
+                manager.policies.discard(policy)
+                manager.add_policy(policy.policy)
+        for task in self.tasks:
+            task.cancel()
+
+    def remove_plugin(self, name: str | None = None) -> None:
+        """In place of :meth:`distributed.Scheduler.remove_plugin`, which has no hook."""
+        self.plain_remove_plugin(name)
+        if name == NAME:
+            self._uninstall()
+            self.scheduler._ongoing_background_tasks.call_soon(self._leave_workers)
+
+    async def unregister(self, name: str) -> None:
+        """In place of :meth:`distributed.Scheduler.unregister_scheduler_plugin`."""
+        self.plain_remove_plugin(name)
+        if name == NAME:
+            self._uninstall()
+            await self._leave_workers()
+
+    async def _leave_workers(self) -> None:
+        if NAME in self.scheduler.worker_plugins:
+            await self.scheduler.unregister_worker_plugin(None, NAME)
+
+    async def close(self) -> None:
+        """Stop what is under way, with the scheduler."""
+        for task in self.tasks:
+            task.cancel()
+
+    # Dask's hooks
+
+    def add_worker(self, scheduler: Scheduler, worker: str) -> None:
+        """Count a worker in, and let it have what is meant for it."""
+        self.handle(WorkerJoined(worker, scheduler.workers[worker].host))
+        self.fulfil(self.wishes.of(worker))
+
+    def remove_worker(
+        self, scheduler: Scheduler, worker: str, *, stimulus_id: str, **kwargs: Any
+    ) -> None:
+        """Count a worker out. Those that it fed are told when they next ask."""
+        self.handle(WorkerLeft(worker))
+
+    def remove_client(self, scheduler: Scheduler, client: str) -> None:
+        """Give up what a client was about to push."""
+        self.spawn(self.copies.client_left(client))
+
+    def restart(self, scheduler: Scheduler) -> None:
+        """Forget all objects."""
+        self.wishes.clear()
+        self._reset()
+        for worker in scheduler.workers:
+            self.add_worker(scheduler, worker)
+
+    def transition(self, key: Key, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
+        """See objects come and go. Called for every task of the cluster: must cost nothing."""
+        if start == "memory" and key in self.directory.trees:
+            self.perform(self.handle(Released(key)))
+        if finish == "forgotten":
+            self.wishes.drop(key)  # not before: a key that is only lost comes back
+        elif finish == "memory" and key in self.wishes:
+            self.spawn(self._fulfil_soon(key))
+
+    async def _fulfil_soon(self, key: Key) -> None:
+        self.fulfil([key])
+
+    # Events and instructions
+
+    def handle(self, event: Event) -> list[Instruction]:
+        """Let the core decide."""
+        return self.directory.handle(event, monotonic())
+
+    async def tell(self, event: dict[str, Any]) -> dict[str, Any] | None:
+        """A worker tells of an event; the answer is what it is to do, if anything."""
+        told = decode(event)
+        if isinstance(told, Wanted):
+            told = replace(told, expected=self._expected(told.key))
+        own = [i for i in self.handle(told) if i.receiver == told.receiver]
+        return encode(own[0]) if own else None
+
+    def perform(self, instructions: Iterable[Instruction]) -> None:
+        """Carry out what the core decided for workers that did not ask."""
+        for instruction in instructions:
+            if isinstance(instruction, Cancel) and instruction.receiver in self.scheduler.workers:
+                self.spawn(self._cancel(instruction))
+
+    async def _cancel(self, instruction: Cancel) -> None:
+        try:
+            await self.scheduler.rpc(instruction.receiver).hoplite_cancel(
+                key=instruction.key, epoch=instruction.epoch
+            )
+        except OSError:
+            logger.debug("Hoplite: %s left before it was told", instruction.receiver)
+
+    def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        """Run something beside, for as long as the plugin is installed."""
+        task = asyncio.create_task(coroutine)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    def fulfil(self, keys: Iterable[Key]) -> None:
+        """Let workers acquire what they are meant to have and have not, without waiting."""
+        running = {ws.address for ws in self.scheduler.running}
+        for key in keys:
+            ts = self.scheduler.tasks.get(key)
+            if ts is None or ts.state != "memory" or not ts.who_has:
+                continue
+            missing = self.wishes.targets(key, running) - {ws.address for ws in ts.who_has}
+            for worker in missing:
+                limit = self.scheduler.workers[worker].memory_limit
+                if not limit or limit >= ts.nbytes:
+                    self.scheduler.request_acquire_replicas(
+                        worker, [key], stimulus_id=f"hoplite-wish-{time()}"
+                    )
+
+    # What the core needs to know of Dask
+
+    def holders(self, key: Key) -> Collection[str]:
+        """Workers with a complete copy, at this moment."""
+        ts = self.scheduler.tasks.get(key)
+        return [ws.address for ws in ts.who_has or ()] if ts is not None else []
+
+    def is_large(self, key: Key) -> bool:
+        """Whether Hoplite moves this key."""
+        ts = self.scheduler.tasks.get(key)
+        return ts is not None and ts.nbytes >= self.config.min_size and not ts.actor
+
+    def _expected(self, key: Key) -> int:
+        """How many workers may want this object about now."""
+        workers = len(self.scheduler.workers)
+        if key in self.wishes or key in self.copies.puts:
+            return workers
+        ts = self.scheduler.tasks.get(key)
+        return min(len(ts.waiters or ()), workers) if ts is not None else 1
+
+    # What clients ask
+
+    async def hello(self) -> dict[str, Any]:
+        """What a client must know to take part."""
+        return {"version": dask_hoplite.__version__, "min_size": self.config.min_size}
+
+    async def abort(self, keys: list[Key], reason: str) -> None:
+        """A client gives up objects that it was about to push."""
+        await self.copies.abort(keys, reason)
+
+    async def locate(self, keys: list[Key]) -> dict[Key, tuple[int, list[str]]]:
+        """Sizes and holders of objects in memory."""
+        found = {}
+        for key in keys:
+            ts = self.scheduler.tasks.get(key)
+            if ts is not None and ts.who_has and not ts.actor:
+                found[key] = (ts.nbytes, [ws.address for ws in ts.who_has])
+        return found
+
+    async def transfers(self) -> list[dict[str, Any]]:
+        """See :func:`dask_hoplite.transfers`."""
+        offset = time() - monotonic()
+        rows = self.directory.log()
+        for row in rows:
+            row["start"] += offset
+            row["stop"] = None if row["stop"] is None else row["stop"] + offset
+        return rows
+
+    async def status(self) -> dict[str, Any]:
+        """See :func:`dask_hoplite.status`."""
+        directory = self.directory
+        workers = {}
+        for address in self.scheduler.workers:
+            partial = [
+                tree.transfers[address]
+                for tree in directory.trees.values()
+                if address in tree.transfers
+            ]
+            workers[address] = {
+                "bytes_in": directory.bytes_in[address],
+                "bytes_out": directory.bytes_out[address],
+                "whole": [
+                    ts.key
+                    for ts in self.scheduler.workers[address].has_what
+                    if ts.nbytes >= self.config.min_size
+                ],
+                "partial": {transfer.key: transfer.received for transfer in partial},
+                "waiting": [transfer.key for transfer in partial if not transfer.received],
+            }
+        objects = {
+            key: {
+                "nbytes": tree.nbytes,
+                "holders": list(self.holders(key)),
+                "tree": {
+                    receiver: {
+                        "source": transfer.source,
+                        "received": transfer.received,
+                        "reason": transfer.reason,
+                    }
+                    for receiver, transfer in tree.transfers.items()
+                },
+            }
+            for key, tree in directory.trees.items()
+        }
+        return {"version": dask_hoplite.__version__, "workers": workers, "objects": objects}
+
+
+class KeepWishedReplicas(ActiveMemoryManagerPolicy):
+    """What ReduceReplicas suggests, except where copies are meant to be.
+
+    Parameters
+    ----------
+    policy : ReduceReplicas
+        The policy in whose place this stands.
+    wishes : Wishes
+        What is to be left alone.
+    """
+
+    def __init__(self, policy: ReduceReplicas, wishes: Wishes):
+        self.policy = policy
+        self.wishes = wishes
+
+    def run(self) -> SuggestionGenerator:
+        """Suggest drops."""
+        self.policy.manager = self.manager
+        for suggestion in self.policy.run():
+            if suggestion.ts.key not in self.wishes:
+                yield suggestion

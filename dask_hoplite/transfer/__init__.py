@@ -1,0 +1,1 @@
+"""The bytes of an object: how they are laid out, kept, and moved over Dask's connections."""

@@ -1,0 +1,68 @@
+"""An object as it goes over the wire: one header and any number of frames."""
+
+from __future__ import annotations
+
+import pickle
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from distributed.protocol.serialize import merge_and_deserialize, serialize
+from distributed.utils import ensure_memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a receiver must know before the first byte.
+
+    Parameters
+    ----------
+    identity : str
+        Names this one serialisation. Two serialisations of the same value may differ in their
+        bytes, so a transfer can only go on where another one ended if both have the same identity.
+    header : bytes
+        Dask's header, pickled; relays pass it on unread.
+    lengths : tuple of int
+        Bytes of each frame.
+    """
+
+    identity: str
+    header: bytes
+    lengths: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all frames together."""
+        return sum(self.lengths)
+
+    def to_message(self) -> dict[str, Any]:
+        """As a part of a Dask message."""
+        return {"identity": self.identity, "header": self.header, "lengths": self.lengths}
+
+    @classmethod
+    def from_message(cls, message: dict[str, Any]) -> Layout:
+        """The inverse of :meth:`to_message`."""
+        return cls(message["identity"], message["header"], tuple(message["lengths"]))
+
+
+def dump(value: object) -> tuple[Layout, list[memoryview]]:
+    """Serialise an object by Dask's own serialisers, without compression.
+
+    Raises
+    ------
+    TypeError
+        If no serialiser can.
+    """
+    return pack(*serialize(value, on_error="raise"))
+
+
+def pack(header: dict[str, Any], frames: list[Any]) -> tuple[Layout, list[memoryview]]:
+    """Lay out what Dask has serialised already."""
+    views = [ensure_memoryview(frame) for frame in frames]
+    lengths = tuple(view.nbytes for view in views)
+    return Layout(uuid.uuid4().hex, pickle.dumps(header), lengths), views
+
+
+def load(layout: Layout, frames: list[memoryview]) -> Any:
+    """Make the object from its frames. Arrays use the frames' memory and do not copy it."""
+    return merge_and_deserialize(pickle.loads(layout.header), frames)

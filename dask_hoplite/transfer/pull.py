@@ -1,0 +1,342 @@
+"""Getting an object: ask for a source, take what it has, ask again when it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import Awaitable, Callable
+from time import monotonic
+from typing import Any
+
+from distributed.core import ConnectionPool, send_recv
+from distributed.utils import offload
+
+from dask_hoplite.core.events import (
+    Abandoned,
+    Event,
+    Finished,
+    Key,
+    Progressed,
+    SourceFailed,
+    Stalled,
+    Wanted,
+)
+from dask_hoplite.core.instructions import Instruction, NoSource, Pull, Wait
+from dask_hoplite.exceptions import (
+    CancelledPullError,
+    NotInstalledError,
+    ObjectLostError,
+    SourceFailedError,
+)
+from dask_hoplite.transfer.buffer import Buffer
+from dask_hoplite.transfer.channel import path, receive
+from dask_hoplite.transfer.layout import Layout, load
+from dask_hoplite.transfer.shelf import OFFLOAD, Entry, Shelf
+
+#: Objects that a worker receives at a time. A pull takes its slot before the directory hears of it,
+#: so whoever is a source has one, and none waits for another's.
+SLOTS = 16
+
+#: Tells the directory of an event; gives what it decides for this receiver, if anything.
+Tell = Callable[[Event], Awaitable[Instruction | None]]
+
+
+async def take(
+    rpc: ConnectionPool,
+    source: str,
+    key: Key,
+    *,
+    receiver: str,
+    buffer: Buffer | None,
+    begin: Callable[[Layout], Buffer],
+) -> str:
+    """Take from one source what is missing of an object.
+
+    Parameters
+    ----------
+    rpc : ConnectionPool
+        Where the connection is taken from, and goes back to.
+    source : str
+        Address of the worker that is asked.
+    key : Key
+        The object.
+    receiver : str
+        Who asks.
+    buffer : Buffer or None
+        What is there already.
+    begin : callable
+        Given the layout, makes the buffer. Called if there is none, or if it was of another
+        serialisation than the source's.
+
+    Returns
+    -------
+    str
+        How the bytes went.
+
+    Raises
+    ------
+    OSError
+        If the source cannot be reached, leaves, or does not have the object.
+    Exception
+        If the source could not serialise it: what was raised there.
+    """
+    comm = await rpc.connect(source)
+    try:
+        answer = await send_recv(
+            comm,
+            op="hoplite_pull",
+            key=key,
+            receiver=receiver,
+            offset=buffer.received if buffer is not None else 0,
+            identity=buffer.layout.identity if buffer is not None else "",
+        )
+        if answer is None:
+            raise SourceFailedError("has no Hoplite")
+        if answer["status"] == "gone":
+            raise SourceFailedError(answer["reason"])
+        if answer["status"] == "error":
+            raise pickle.loads(answer["exception"])
+        layout = Layout.from_message(answer)
+        if buffer is None or buffer.layout.identity != layout.identity:
+            buffer = begin(layout)
+        await receive(comm, buffer)
+        return path(comm)
+    finally:
+        rpc.reuse(source, comm)
+
+
+async def unpack(buffer: Buffer) -> Any:
+    """The object of a complete buffer."""
+    if buffer.nbytes > OFFLOAD:
+        return await offload(load, buffer.layout, buffer.frames)
+    return load(buffer.layout, buffer.frames)
+
+
+class Incoming:
+    """One object on its way to this worker, whoever may wait for it."""
+
+    def __init__(self, puller: Puller, key: Key, nbytes: int):
+        self.puller = puller
+        self.key = key
+        self.nbytes = nbytes
+        self.entry: Entry = puller.shelf.promise(key)
+        self.buffer: Buffer | None = None
+        self.epoch = 0
+        self.source = ""
+        self.path = ""
+        self.waiters = 0
+        self.asked = self.first_byte = self.start = self.stop = monotonic()
+        self.task = asyncio.create_task(self._run(), name=f"hoplite-pull-{key}")
+
+    @property
+    def received(self) -> int:
+        """Bytes that are there."""
+        return self.buffer.received if self.buffer is not None else 0
+
+    def begin(self, layout: Layout) -> Buffer:
+        """Make room for the object, for the first time or anew."""
+        if self.buffer is not None:
+            self.buffer.fail(SourceFailedError("had to start again with other bytes"))
+            self.puller.shelf.discard(self.key)
+            self.entry = self.puller.shelf.promise(self.key)
+        self.buffer = Buffer(layout)
+        self.first_byte = monotonic()
+        self.entry.buffer.set_result(self.buffer)
+        return self.buffer
+
+    async def _run(self) -> Any:
+        try:
+            async with self.puller.slots:
+                await self._get()
+            assert self.buffer is not None
+            value = await unpack(self.buffer)
+        except BaseException as error:
+            self.puller.shelf.discard(self.key, SourceFailedError(f"gave up: {_why(error)}"))
+            if self.epoch and not isinstance(error, ObjectLostError | NotInstalledError):
+                self.puller.report(self._report(Abandoned, reason=_why(error)))
+            raise
+        self.puller.shelf.settle(self.key)
+        self.puller.report(
+            Finished(
+                self.key,
+                self.puller.address,
+                self.epoch,
+                latency=self.first_byte - self.asked,
+                seconds=self.stop - self.first_byte,
+                path=self.path,
+            )
+        )
+        return value
+
+    async def _get(self) -> None:
+        """Follow one source after the other until all bytes are there."""
+        puller = self.puller
+        told = await puller.tell(Wanted(self.key, puller.address, self.nbytes))
+        while True:
+            if isinstance(told, NoSource):
+                raise ObjectLostError(self.key, told.reason, told.tried)
+            if not isinstance(told, Pull):
+                raise NotInstalledError("the scheduler has no Hoplite")
+            self.source, self.epoch = told.source, told.epoch
+            try:
+                instead = await self._follow()
+            except OSError as error:
+                told = await puller.tell(self._report(SourceFailed, reason=_why(error)))
+            else:
+                if instead is None:
+                    break
+                told = instead
+        self.stop = monotonic()
+
+    async def _follow(self) -> Instruction | None:
+        """Take from the present source; return what the directory says instead if it falls silent."""
+        puller = self.puller
+        self.asked = monotonic()
+        taking = asyncio.create_task(
+            take(
+                puller.rpc,
+                self.source,
+                self.key,
+                receiver=puller.address,
+                buffer=self.buffer,
+                begin=self.begin,
+            )
+        )
+        try:
+            while True:
+                before = self.received
+                done, _ = await asyncio.wait({taking}, timeout=puller.stall_timeout)
+                if done:
+                    self.path = taking.result()
+                    return None
+                if self.received != before:
+                    puller.report(self._report(Progressed))
+                    continue
+                told = await puller.tell(self._report(Stalled))
+                if not isinstance(told, Wait):
+                    return told
+        finally:
+            if not taking.done():
+                taking.cancel()
+                await asyncio.wait({taking})
+
+    def _report(self, event: type, **fields: Any) -> Event:
+        return event(  # type: ignore[no-any-return]
+            self.key, self.puller.address, self.epoch, received=self.received, **fields
+        )
+
+
+class Puller:
+    """All that is on its way to this worker.
+
+    Parameters
+    ----------
+    address : str
+        This worker's.
+    rpc : ConnectionPool
+        This worker's connections.
+    tell : callable
+        Takes events to the directory.
+    shelf : Shelf
+        Where buffers stand while others read them.
+    stall_timeout : float
+        Seconds without a byte after which the directory is asked.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        rpc: ConnectionPool,
+        tell: Tell,
+        shelf: Shelf,
+        stall_timeout: float,
+    ):
+        self.address = address
+        self.rpc = rpc
+        self.tell = tell
+        self.shelf = shelf
+        self.stall_timeout = stall_timeout
+        self.incoming: dict[Key, Incoming] = {}
+        self.slots = asyncio.Semaphore(SLOTS)
+        self._reports: set[asyncio.Task[Any]] = set()
+
+    async def pull(self, key: Key, nbytes: int) -> tuple[Any, Incoming]:
+        """Get an object, or join those who wait for it already.
+
+        Returns
+        -------
+        value : object
+            The object.
+        incoming : Incoming
+            How it came.
+
+        Raises
+        ------
+        ObjectLostError
+            If nobody can give it.
+        NotInstalledError
+            If the scheduler does not answer as Hoplite's.
+        Exception
+            Whatever its serialisation at the source, or deserialisation here, raised.
+        """
+        incoming = self.incoming.get(key)
+        if incoming is None:
+            incoming = self.incoming[key] = Incoming(self, key, nbytes)
+            incoming.task.add_done_callback(lambda task: self._forget(key, task))
+        incoming.waiters += 1
+        try:
+            # One who stops waiting must not end it for the others.
+            return await asyncio.shield(incoming.task), incoming
+        except asyncio.CancelledError:
+            if incoming.task.cancelled():
+                raise CancelledPullError(key, "no longer wanted on this worker") from None
+            raise
+        finally:
+            incoming.waiters -= 1
+
+    def cancel(self, key: Key) -> None:
+        """Stop receiving an object; whoever waits for it gets a CancelledPullError."""
+        incoming = self.incoming.pop(key, None)
+        if incoming is not None:
+            incoming.task.cancel()
+
+    def drop(self, key: Key) -> None:
+        """One of those who wait for an object has no use for it any more."""
+        incoming = self.incoming.get(key)
+        if incoming is not None and incoming.waiters <= 1:
+            self.cancel(key)
+
+    def report(self, event: Event) -> None:
+        """Tell the directory without waiting for it."""
+        task = asyncio.create_task(self._tell_quietly(event))
+        self._reports.add(task)
+        task.add_done_callback(self._reports.discard)
+
+    async def close(self) -> None:
+        """Stop all that is under way."""
+        tasks = [incoming.task for incoming in self.incoming.values()]
+        for key in list(self.incoming):
+            self.cancel(key)
+        if tasks:
+            await asyncio.wait(tasks)
+        if self._reports:
+            await asyncio.wait(set(self._reports), timeout=1)
+        for task in self._reports:
+            task.cancel()
+
+    async def _tell_quietly(self, event: Event) -> None:
+        try:
+            await self.tell(event)
+        except (OSError, RuntimeError):
+            pass  # the scheduler is gone or we are closing: nobody needs the report any more
+
+    def _forget(self, key: Key, task: asyncio.Task[Any]) -> None:
+        incoming = self.incoming.get(key)
+        if incoming is not None and incoming.task is task:
+            del self.incoming[key]
+        if not task.cancelled():
+            task.exception()  # those who wait have their own copy
+
+
+def _why(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

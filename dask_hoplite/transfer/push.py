@@ -1,0 +1,41 @@
+"""Giving an object to a worker from outside the cluster: from a client, or from the scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+
+from distributed.core import ConnectionPool, send_recv
+
+from dask_hoplite.core.events import Key
+from dask_hoplite.exceptions import TransferError
+from dask_hoplite.transfer.buffer import Buffer
+from dask_hoplite.transfer.channel import send
+
+
+async def push(rpc: ConnectionPool, worker: str, key: Key, buffer: Buffer, epoch: int) -> None:
+    """Send an object to a worker that was told to expect it; return when it is held there.
+
+    Raises
+    ------
+    OSError
+        If the worker cannot be reached, or leaves.
+    TransferError
+        If it does not take it.
+    """
+    comm = await rpc.connect(worker)
+    try:
+        answer = await send_recv(
+            comm, op="hoplite_push", key=key, epoch=epoch, layout=buffer.layout.to_message()
+        )
+        if answer is None or answer["status"] != "OK":
+            reason = "has no Hoplite" if answer is None else answer["reason"]
+            raise TransferError(key, f"{worker} does not take it: {reason}")
+        await send(comm, buffer, 0)
+        answer = await comm.read()
+        if answer["status"] != "OK":
+            raise TransferError(key, f"{worker}: {answer['reason']}")
+    except asyncio.CancelledError:
+        comm.abort()
+        raise
+    finally:
+        rpc.reuse(worker, comm)

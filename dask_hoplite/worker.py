@@ -1,0 +1,342 @@
+"""Hoplite on a worker: Dask's fetches of large objects go through :mod:`dask_hoplite.transfer`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time as clock
+from collections.abc import Collection
+from typing import Any
+
+from distributed import Worker, WorkerPlugin
+from distributed.comm.core import Comm
+from distributed.core import Status
+from distributed.metrics import context_meter, time
+from distributed.worker import WORKER_ANY_RUNNING
+from distributed.worker_state_machine import (
+    GatherDepBusyEvent,
+    GatherDepFailureEvent,
+    GatherDepNetworkFailureEvent,
+    GatherDepSuccessEvent,
+    StateMachineEvent,
+)
+
+from dask_hoplite.core.events import Abandoned, Event, Finished, Key
+from dask_hoplite.core.instructions import Instruction
+from dask_hoplite.exceptions import CancelledPullError, HopliteError
+from dask_hoplite.messages import decode, encode
+from dask_hoplite.transfer.buffer import Buffer
+from dask_hoplite.transfer.channel import path
+from dask_hoplite.transfer.layout import Layout
+from dask_hoplite.transfer.pull import Incoming, Puller, unpack
+from dask_hoplite.transfer.serve import NoReply, accept, serve
+from dask_hoplite.transfer.shelf import Entry, Shelf
+
+logger = logging.getLogger(__name__)
+
+#: How often a peer that is busy with small keys is asked again, and after how long (as Dask does).
+BUSY_RETRIES, BUSY_DELAY = 40, 0.15
+
+
+class HopliteWorker(WorkerPlugin):
+    """The worker's half. Installed by :class:`dask_hoplite.Hoplite`, not by users.
+
+    Parameters
+    ----------
+    min_size : int
+        Objects of fewer bytes take Dask's own path.
+    stall_timeout : float
+        Seconds without a byte after which the directory is asked for another source.
+    push_timeout : float
+        Seconds without a byte after which an object that is pushed from outside is given up.
+    """
+
+    name = "hoplite"
+    idempotent = True
+
+    def __init__(self, min_size: int, stall_timeout: float, push_timeout: float):
+        self.min_size = min_size
+        self.stall_timeout = stall_timeout
+        self.push_timeout = push_timeout
+
+    # Installation
+
+    def setup(self, worker: Worker) -> None:
+        """Replace what fetches, and add what serves."""
+        self.worker = worker
+        assert worker.contact_address is not None
+        self.address = worker.contact_address
+        self.shelf = Shelf(worker.data)
+        self.puller = Puller(self.address, worker.rpc, self.tell, self.shelf, self.stall_timeout)
+        self.expected: dict[Key, tuple[int, Entry, asyncio.TimerHandle]] = {}
+        self.plain_gather_dep = worker.gather_dep
+        self.handlers = {
+            "hoplite_pull": self.serve,
+            "hoplite_push": self.accept,
+            "hoplite_expect": self.expect,
+            "hoplite_acquire": self.acquire,
+            "hoplite_cancel": self.cancel,
+        }
+        worker.handlers.update(self.handlers)
+        worker.gather_dep = self.gather_dep  # type: ignore[method-assign]
+
+    async def teardown(self, worker: Worker) -> None:
+        """Put everything back."""
+        if worker.__dict__.get("gather_dep") == self.gather_dep:
+            del worker.gather_dep
+        for name in self.handlers:
+            worker.handlers.pop(name, None)
+        for key in list(self.expected):
+            self._unexpect(key)
+        await self.puller.close()
+        self.shelf.close(ConnectionError("Hoplite was uninstalled"))
+
+    def transition(self, key: Key, start: str, finish: str, **kwargs: Any) -> None:
+        """Let go of what Dask has no use for any more."""
+        if start == "memory":
+            self.shelf.discard(key)
+        elif finish == "cancelled" and start == "flight":
+            self.puller.drop(key)
+
+    async def tell(self, event: Event) -> Instruction | None:
+        """Take an event to the directory; give what it decides for this worker."""
+        answer = await self.worker.scheduler.hoplite_tell(event=encode(event))
+        return decode(answer) if answer else None
+
+    def is_large(self, key: Key) -> bool:
+        """Whether Hoplite moves this key."""
+        ts = self.worker.state.tasks.get(key)
+        return (
+            ts is not None
+            and ts.get_nbytes() >= self.min_size
+            and not self.address.startswith("inproc://")  # there, nothing is ever copied
+        )
+
+    # Fetching for Dask
+
+    async def gather_dep(
+        self, worker: str, to_gather: Collection[Key], total_nbytes: int, *, stimulus_id: str
+    ) -> StateMachineEvent:
+        """Fetch keys: the large ones by Hoplite, the others from ``worker`` as Dask does.
+
+        In place of :meth:`distributed.worker.Worker.gather_dep`, with the same events as outcome.
+        Keys that Hoplite cannot get are left to Dask too.
+        """
+        large = [key for key in to_gather if self.is_large(key)]
+        if not large or self.worker.status not in WORKER_ANY_RUNNING:
+            return await self.plain_gather_dep(
+                worker, to_gather, total_nbytes, stimulus_id=stimulus_id
+            )
+        self.worker.state.log.append(("request-dep", worker, set(large), stimulus_id, clock.time()))
+        data: dict[Key, Any] = {}
+        small = set(to_gather) - set(large)
+        with context_meter.meter("network", func=time):
+            plain = asyncio.create_task(self._gather_plainly(worker, small, stimulus_id))
+            results = await asyncio.gather(
+                *(self._pull(key) for key in large), return_exceptions=True
+            )
+            outcome = await plain
+        left = set()
+        for key, result in zip(large, results, strict=True):
+            if isinstance(result, CancelledPullError):
+                continue
+            if isinstance(result, HopliteError | OSError):
+                logger.info("%r could not be had by Hoplite, left to Dask: %s", key, result)
+                left.add(key)
+            elif isinstance(result, Exception):
+                return self._failed(result, worker, to_gather, total_nbytes, stimulus_id)
+            elif isinstance(result, BaseException):
+                raise result
+            else:
+                data[key] = result
+        for event in (outcome, await self._gather_plainly(worker, left, stimulus_id)):
+            if isinstance(event, GatherDepSuccessEvent):
+                data.update(event.data)
+            elif event is not None and not data:
+                event.total_nbytes = total_nbytes
+                return event
+        self.worker.state.log.append(("receive-dep", worker, set(data), stimulus_id, clock.time()))
+        return GatherDepSuccessEvent(
+            worker=worker,
+            total_nbytes=total_nbytes,
+            data=data,
+            stimulus_id=f"gather-dep-success-{clock.time()}",
+        )
+
+    async def _gather_plainly(
+        self, worker: str, keys: Collection[Key], stimulus_id: str
+    ) -> (
+        GatherDepSuccessEvent
+        | GatherDepBusyEvent
+        | GatherDepNetworkFailureEvent
+        | GatherDepFailureEvent
+        | None
+    ):
+        """Fetch keys by Dask's own means. Being refused is not yet an outcome for all of them."""
+        if not keys:
+            return None
+        for _ in range(BUSY_RETRIES):
+            event: Any = await self.plain_gather_dep(worker, keys, 0, stimulus_id=stimulus_id)
+            if not isinstance(event, GatherDepBusyEvent):
+                break
+            await asyncio.sleep(BUSY_DELAY)
+        return event  # type: ignore[no-any-return]
+
+    def _failed(
+        self,
+        error: Exception,
+        worker: str,
+        to_gather: Collection[Key],
+        total_nbytes: int,
+        stimulus_id: str,
+    ) -> GatherDepFailureEvent:
+        logger.error("Fetching %r failed", list(to_gather), exc_info=error)
+        self.worker.state.log.append(
+            ("gather-dep-failed", worker, set(to_gather), stimulus_id, clock.time())
+        )
+        return GatherDepFailureEvent.from_exception(
+            error,
+            worker=worker,
+            total_nbytes=total_nbytes,
+            stimulus_id=f"gather-dep-failed-{clock.time()}",
+        )
+
+    async def _pull(self, key: Key, nbytes: int | None = None) -> Any:
+        if nbytes is None:
+            nbytes = self.worker.state.tasks[key].get_nbytes()
+        value, incoming = await self.puller.pull(key, nbytes)
+        self._log_received(key, value, incoming)
+        return value
+
+    def _log_received(self, key: Key, value: Any, incoming: Incoming) -> None:
+        """Feed Dask's transfer logs and bandwidth figures, which its dashboard shows."""
+        if key in self.worker.state.tasks:
+            now, offset = clock.time(), clock.monotonic()
+            self.worker._update_metrics_received_data(
+                start=now - (offset - incoming.first_byte),
+                stop=now - (offset - incoming.stop),
+                data={key: value},
+                cause=self.worker._get_cause([key]),
+                worker=incoming.source,
+            )
+
+    # Copies that the scheduler asks for
+
+    async def acquire(self, nbytes: dict[Key, int]) -> dict[str, Any]:
+        """Get and hold objects of the given sizes.
+
+        Returns
+        -------
+        dict
+            ``status`` is "OK", or "partial-fail" with ``keys`` that failed and the reasons.
+        """
+
+        async def hold(key: Key) -> None:
+            if key not in self.worker.data:
+                value = await self._pull(key, nbytes[key])
+                self.worker.update_data({key: value}, stimulus_id=f"hoplite-{clock.time()}")
+
+        results = await asyncio.gather(*map(hold, nbytes), return_exceptions=True)
+        failed = {
+            key: f"{type(result).__name__}: {result}"
+            for key, result in zip(nbytes, results, strict=True)
+            if isinstance(result, BaseException)
+        }
+        if failed:
+            return {"status": "partial-fail", "keys": list(failed), "reasons": failed}
+        return {"status": "OK"}
+
+    async def cancel(self, key: Key, epoch: int) -> None:
+        """Stop receiving an object, unless what is being received now is a later generation."""
+        incoming = self.puller.incoming.get(key)
+        if incoming is not None and incoming.epoch <= epoch:
+            self.puller.cancel(key)
+        if key in self.expected and self.expected[key][0] == epoch:
+            self._unexpect(key)
+
+    # Serving
+
+    async def serve(
+        self, comm: Comm, key: Key, receiver: str, offset: int = 0, identity: str = ""
+    ) -> dict[str, Any] | NoReply:
+        """Send an object to ``receiver``, from ``offset`` on."""
+        worker = self.worker
+        nbytes = 0
+        if (ts := worker.state.tasks.get(key)) is not None:
+            nbytes = ts.nbytes or 0
+        worker.transfer_outgoing_count += 1
+        worker.transfer_outgoing_count_total += 1
+        worker.transfer_outgoing_bytes += nbytes
+        start = clock.time()
+        try:
+            answer = await serve(comm, self.shelf, key, offset, identity)
+        finally:
+            worker.transfer_outgoing_count -= 1
+            worker.transfer_outgoing_bytes -= nbytes
+        if answer is Status.dont_reply:
+            stop = clock.time()
+            duration = max(0.001, stop - start)
+            worker.transfer_outgoing_bytes_total += nbytes
+            worker.transfer_outgoing_log.append(
+                {
+                    "start": start + worker.scheduler_delay,
+                    "stop": stop + worker.scheduler_delay,
+                    "middle": (start + stop) / 2,
+                    "duration": duration,
+                    "who": receiver,
+                    "keys": {key: nbytes},
+                    "total": nbytes,
+                    "compressed": nbytes,
+                    "bandwidth": nbytes / duration,
+                }
+            )
+        return answer
+
+    # Objects pushed from outside
+
+    async def expect(self, key: Key, epoch: int) -> dict[str, str]:
+        """Be ready for a push, and for readers of what it will bring."""
+        if key in self.worker.data or key in self.puller.incoming or key in self.expected:
+            return {"status": "held", "reason": f"{key!r} is here or on its way already"}
+        entry = self.shelf.promise(key)
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(self.push_timeout, self._unexpect, key)
+        self.expected[key] = (epoch, entry, timer)
+        return {"status": "OK"}
+
+    def _unexpect(self, key: Key) -> None:
+        self.expected.pop(key)[2].cancel()
+        self.shelf.discard(key, ConnectionError("the push did not come"))
+
+    async def accept(
+        self, comm: Comm, key: Key, epoch: int, layout: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Take an object that a client or the scheduler pushes."""
+        expected = self.expected.get(key)
+        if expected is None or expected[0] != epoch:
+            return {"status": "refused", "reason": "it was not expected, or no longer"}
+        _, entry, timer = self.expected.pop(key)
+        timer.cancel()
+        buffer = Buffer(Layout.from_message(layout))
+        entry.buffer.set_result(buffer)
+        asked = clock.monotonic()
+        try:
+            await accept(comm, buffer, self.push_timeout)
+            stop = clock.monotonic()
+            value = await unpack(buffer)
+            if self.shelf.entries.get(key) is not entry:
+                raise HopliteError("it was released meanwhile")
+            self.worker.update_data({key: value}, stimulus_id=f"hoplite-push-{clock.time()}")
+        except BaseException as error:
+            self.shelf.discard(key, ConnectionError(f"the push failed: {error}"))
+            self.puller.report(
+                Abandoned(key, self.address, epoch, buffer.received, f"push: {error}")
+            )
+            if isinstance(error, OSError) or not isinstance(error, Exception):
+                raise
+            return {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
+        self.shelf.settle(key)
+        await self.tell(
+            Finished(key, self.address, epoch, 0.0, stop - asked, path(comm))
+        )
+        return {"status": "OK"}
