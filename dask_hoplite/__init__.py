@@ -6,10 +6,6 @@ from distributed import Scheduler
 
 __version__ = "0.1.0"
 
-from dask_hoplite.config import load_defaults
-
-load_defaults()
-
 from dask_hoplite.api import broadcast, gather, scatter, status, transfers  # noqa: E402
 from dask_hoplite.exceptions import (  # noqa: E402
     HopliteError,

@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from typing import Any
 
-import dask
 from dask.sizeof import sizeof
 from dask.tokenize import tokenize
 from dask.utils import parse_timedelta
@@ -19,6 +18,7 @@ from distributed.client import no_default
 from distributed.utils import offload
 
 import dask_hoplite
+from dask_hoplite.config import setting
 from dask_hoplite.core.events import Key
 from dask_hoplite.exceptions import NotInstalledError
 from dask_hoplite.scheduler import NAME, Hoplite
@@ -103,8 +103,7 @@ class ClientExtension:
         self.unreachable: set[str] = set()
         #: The key under which this client holds a content, by its token
         self.tokens: dict[str, Key] = {}
-        timeout = dask.config.get("hoplite.connect-timeout")
-        self.connect_timeout = parse_timedelta(timeout)
+        self.connect_timeout = parse_timedelta(setting("connect-timeout"))
 
     @property
     def client(self) -> Client:
@@ -119,13 +118,20 @@ class ClientExtension:
         self.plain_gather_remote = type(self.client)._gather_remote
         self.client._scatter = self._scatter  # type: ignore[method-assign]
         self.client._gather_remote = self._gather_remote  # type: ignore[method-assign]
+        self.client.unregister_scheduler_plugin = self._unregister  # type: ignore[method-assign]
         self.installed = True
 
     def uninstall(self) -> None:
         """Put the client's methods back."""
-        for name in ("_scatter", "_gather_remote"):
+        for name in ("_scatter", "_gather_remote", "unregister_scheduler_plugin"):
             self.client.__dict__.pop(name, None)
         self.installed = False
+
+    def _unregister(self, name: str) -> Any:
+        """In place of :meth:`distributed.Client.unregister_scheduler_plugin`."""
+        if name == NAME:
+            self.uninstall()
+        return type(self.client).unregister_scheduler_plugin(self.client, name)
 
     # Scatter
 
@@ -155,7 +161,7 @@ class ClientExtension:
         values = list(data.values()) if named else [data] if one else list(data)
         streamed = (
             {}
-            if local_worker or client.scheduler.address.startswith("inproc://")
+            if local_worker
             else {
                 index: buffer
                 for index, value in enumerate(values)
@@ -172,9 +178,13 @@ class ClientExtension:
         for index in list(streamed):
             if names[index] is None:
                 names[index], held = await self._name(values[index], hash)
-                if held:
+                if held and workers is None and broadcast in (False, True):
                     futures[index] = Future(names[index], client)
                     del streamed[index]
+                    if broadcast:
+                        await client.scheduler.hoplite_broadcast(key=names[index])
+                elif held:  # but perhaps not where it is wanted now
+                    names[index] = self._unique(values[index])
         if streamed:
             puts = {names[index]: buffer for index, buffer in streamed.items()}
             try:
@@ -302,6 +312,8 @@ class ClientExtension:
             client._gather_keys = None
             client._gather_future = None
         located = await client.scheduler.hoplite_locate(keys=keys)
+        if located is None:  # it was uninstalled
+            self.uninstall()
         large = {
             key: where for key, where in (located or {}).items() if where[0] >= self.min_size
         }

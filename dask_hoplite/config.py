@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import dask
 import yaml
 from dask.utils import parse_bytes, parse_timedelta
 
-DEFAULTS = os.path.join(os.path.dirname(__file__), "hoplite.yaml")
+with open(os.path.join(os.path.dirname(__file__), "hoplite.yaml")) as _file:
+    DEFAULTS: dict[str, dict[str, Any]] = yaml.safe_load(_file)
+
+dask.config.update_defaults(DEFAULTS)
 
 
-def load_defaults() -> None:
-    """Make our defaults known to Dask's configuration."""
-    with open(DEFAULTS) as file:
-        dask.config.update_defaults(yaml.safe_load(file))
+def setting(name: str) -> Any:
+    """What Dask's configuration says of ``hoplite.<name>``.
+
+    The defaults are ours to know even where somebody has cleared Dask's configuration.
+    """
+    return dask.config.get(f"hoplite.{name}", DEFAULTS["hoplite"][name])
 
 
 @dataclass(frozen=True)
@@ -37,15 +43,15 @@ class Config:
             If a size or a time is not one, or is negative.
         """
 
-        def setting(name: str) -> object:
+        def chosen(name: str) -> Any:
             given = overrides.get(name)
-            return dask.config.get(f"hoplite.{name.replace('_', '-')}") if given is None else given
+            return setting(name.replace("_", "-")) if given is None else given
 
         config = cls(
-            min_size=parse_bytes(setting("min_size")),
-            stall_timeout=parse_timedelta(setting("stall_timeout")),
-            push_timeout=parse_timedelta(setting("push_timeout")),
-            history=int(setting("history")),  # type: ignore[call-overload]
+            min_size=parse_bytes(chosen("min_size")),
+            stall_timeout=parse_timedelta(chosen("stall_timeout")),
+            push_timeout=parse_timedelta(chosen("push_timeout")),
+            history=int(chosen("history")),
         )
         if config.stall_timeout <= 0 or config.push_timeout <= 0:
             raise ValueError(f"hoplite: timeouts must be above zero: {config}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections.abc import Callable, Collection, Coroutine, Iterable
 from dataclasses import replace
 from time import monotonic, time
@@ -90,6 +91,9 @@ class Hoplite(SchedulerPlugin):
         self.ready = asyncio.Event()
         self.scheduler = scheduler
         self.config = Config.read(**self.overrides)
+        if scheduler.address.startswith("inproc://"):
+            # There, nothing is ever copied: all objects are small.
+            self.config = replace(self.config, min_size=sys.maxsize)
         self.wishes = Wishes()
         self.tasks: set[asyncio.Task[Any]] = set()
         self._reset()

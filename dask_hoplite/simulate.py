@@ -1,60 +1,49 @@
-"""A discrete-event network that drives the real core.
+"""A discrete-event network that drives the real core: one object, thousands of workers.
 
-Thousands of workers, one object, and the :class:`~dask_hoplite.core.directory.Directory` that also
-runs in Dask's scheduler: no decision is taken here. What is modelled is only what the core cannot
-see: links with a rate, messages that take their time, and workers that die, freeze, return or come
-late. ``python -m dask_hoplite.simulate`` prints how close the trees come to the limit.
+No decision is taken here: the :class:`~dask_hoplite.core.directory.Directory` is the one that runs
+in Dask's scheduler. Modelled is what it cannot see: links with a rate, messages that take time, and
+workers that die, freeze, return or come late. ``python -m dask_hoplite.simulate`` prints how near
+the trees come to the limit; with ``--seeds``, it looks for a way to break them.
 
 Notes
 -----
-Bytes are a fluid. How many bytes a worker has is a line (time, bytes, rate) that stays straight
-until a rate changes, so nothing happens *between* changes and there is nothing to compute there.
-A relay cannot send on what it does not have: the line of a child stays below its *ceiling*, the
-line of its source shifted by the lag of one hop. Whenever a source's line bends, each child is told
-one lag later of its ceiling's bend; by then that is the present, so no history needs to be kept.
+Bytes are a fluid. What a worker has is a :class:`Line` over time that is straight until some rate
+changes, and events happen only then. A relay cannot send what it does not have: the line of a child
+stays below its *ceiling*, the line of its source one lag ago. When a source's line bends, the child
+is told one lag later, when that bend is the present of its ceiling; so no history is kept.
 
-Flows on a link get equal shares of it, those that wait for their source not counted. That is never
-more than max-min fairness gives them (a flow's max-min rate is at least the smallest equal share on
-its way), so that all times here err on the slow side; where a single link is the bottleneck, as in
-chains and stars, both are the same.
+Flows on a link get equal shares, not counting those that wait for their source. Max-min fairness
+never gives a flow less (its rate is at least the smallest equal share on its way), so times here
+err on the slow side; where one link is the bottleneck, as in chains and stars, both are the same.
 """
 
 from __future__ import annotations
 
+import argparse
 import heapq
 import itertools
 import math
 import random
-from collections import Counter, deque
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from dask_hoplite.core import events
 from dask_hoplite.core.cost import CostModel
 from dask_hoplite.core.directory import Directory
-from dask_hoplite.core.events import (
-    Event,
-    Finished,
-    Progressed,
-    Released,
-    SourceFailed,
-    Stalled,
-    Wanted,
-    WorkerJoined,
-    WorkerLeft,
-)
 from dask_hoplite.core.instructions import Instruction, NoSource, Pull, Wait
 
 KEY = "object"
-LOCAL = 1e10  #: bytes per second between workers of one host, which use no link
-CLOSE = 0.01  #: bytes; lines nearer than this have met (floating point)
+LOCAL = 1e10  #: bytes per second between workers of one host, which takes no link
+CLOSE = 0.01  #: bytes; lines that are nearer than this have met
 
 
-@dataclass(frozen=True)
-class Fault:
-    """Something that happens to a worker (or, for "release", to the object) at a time in seconds.
+class Fault(NamedTuple):
+    """At ``time`` (s) something happens to a worker; to the object, in case of "release".
 
-    A worker that is to "join" is not there before.
+    A worker that is to "join" is not there before; one that was killed may join again.
     """
 
     time: float
@@ -75,20 +64,20 @@ class Segment(NamedTuple):
 
 @dataclass
 class Result:
-    """What came out of a simulation. Times are in simulated seconds since its start."""
+    """What came of it. Times are simulated seconds from the start."""
 
     finished: dict[str, float]  #: when each receiver had the whole object
-    failed: dict[str, str]  #: why each other one gave up
-    lower_bound: float  #: no plan can finish the last receiver before
+    failed: dict[str, str]  #: why each of the others gave up
+    lower_bound: float
     bytes_in: dict[str, float]  #: by host, over its network card
     bytes_out: dict[str, float]
     transfers: list[Segment]
-    depth: int  #: of the deepest receiver, in hops
+    depth: int  #: hops from a complete copy to the furthest receiver
     violations: list[str]  #: what must never happen, and did
 
     @property
     def completion(self) -> float:
-        """When the last receiver had it; ``nan`` if none ever did."""
+        """When the last receiver had the object, or nan."""
         return max(self.finished.values(), default=math.nan)
 
     @property
@@ -98,7 +87,7 @@ class Result:
 
 
 class Line(NamedTuple):
-    """A number of bytes that grows at a constant rate (bytes per second)."""
+    """A number of bytes that grows at a rate."""
 
     time: float
     nbytes: float
@@ -113,95 +102,64 @@ class Link:
     """One direction of a host's network card."""
 
     capacity: float
-    flows: dict[Flow, None] = field(default_factory=dict)  # ordered, unlike a set of objects
+    flows: dict[Flow, None] = field(default_factory=dict)  # those that could send now
     carried: float = 0.0
-
-    def share(self) -> float:
-        return self.capacity / len(self.flows)
-
-
-@dataclass(eq=False, slots=True)
-class Flow:
-    """One pull: from the request until the last byte, or until it is given up."""
-
-    source: Worker
-    receiver: Worker
-    links: tuple[Link, ...]
-    lag: float
-    first: int
-    begun: float
-    ceiling: Line = Line(0.0, 0.0, 0.0)
-    answered: float | None = None  #: time of the first byte
-    active: bool = False  #: takes a share of its links
-    version: int = 0  #: of its forecast
 
 
 @dataclass(eq=False, slots=True)
 class Worker:
-    """A worker as its peers see it, and its side of the protocol with the directory."""
+    """A worker as others see it."""
 
     name: str
     host: str
-    state: Literal["absent", "idle", "receiving", "whole", "failed", "dead"] = "idle"
+    state: Literal["absent", "receiving", "whole", "failed", "dead"] = "absent"
     frozen: bool = False
+    arrived: float = 0.0
     line: Line = Line(0.0, 0.0, 0.0)
     flow: Flow | None = None  #: what it receives
     readers: dict[Flow, None] = field(default_factory=dict)  #: what it serves
     epoch: int = 0
-    silence: int = 0  #: counts the times that bytes stopped or came again
-    inbox: deque[tuple[Callable[..., None], Any]] = field(default_factory=deque)
+    silence: int = 0  #: counts how often bytes ceased or came again
+    inbox: deque[tuple[Callable[..., None], Any]] = field(default_factory=deque)  # while frozen
 
     @property
     def up(self) -> bool:
         return self.state not in ("absent", "dead") and not self.frozen
 
 
-class Simulation:
-    """Workers, links and a clock around a directory; see :func:`simulate` for the parameters."""
+@dataclass(eq=False, slots=True)
+class Flow:
+    """One pull, from the request on."""
 
-    def __init__(
-        self,
-        workers: int,
-        nbytes: int,
-        bandwidth: float,
-        latency: float,
-        *,
-        per_host: int,
-        holders: int,
-        speeds: Mapping[str, float],
-        granule: int,
-        stall_timeout: float,
-        cost: CostModel | None,
-        check: bool,
-    ):
-        self.nbytes = nbytes
-        self.latency = latency
-        self.granule = min(granule, nbytes)
-        self.check = check
+    source: Worker
+    receiver: Worker
+    links: tuple[Link, ...]
+    lag: float
+    begun: float
+    first: int
+    ceiling: Line = Line(0.0, 0.0, 0.0)
+    answered: float | None = None  #: time of the first byte
+    version: int = 0  #: of what is foreseen for it
+
+
+class Simulation:
+    """Workers, links and a clock around a directory. Parameters as for :func:`simulate`."""
+
+    def __init__(self, nbytes: int, latency: float, granule: int, **directory: Any):
+        self.nbytes, self.latency, self.granule = nbytes, latency, min(granule, nbytes)
         self.now = 0.0
         self.queue: list[tuple[float, int, Callable[..., None], Any]] = []
         self.count = itertools.count()
-        self.dirty: dict[Flow, None] = {}
+        self.dirty: dict[Flow, None] = {}  # flows to settle
+        self.workers: dict[str, Worker] = {}
+        self.links: dict[str, tuple[Link, Link]] = {}  # up and down, by host
         self.known: dict[str, None] = {}  # complete copies that Dask's scheduler knows of
-        self.directory = Directory(lambda _: self.known, cost=cost, stall_timeout=stall_timeout)
-        self.released = False
-        self.expected = workers
-        self.origins = [Worker(f"origin{i}", f"origin-host{i}") for i in range(holders)]
-        self.receivers = [Worker(f"w{i}", f"host{i // per_host}") for i in range(workers)]
-        self.workers = {worker.name: worker for worker in [*self.origins, *self.receivers]}
-        hosts = {worker.host: None for worker in self.workers.values()}
-        self.uplinks = {host: Link(speeds.get(host, bandwidth)) for host in hosts}
-        self.downlinks = {host: Link(speeds.get(host, bandwidth)) for host in hosts}
+        self.directory = Directory(lambda _: self.known, **directory)
         self.finished: dict[str, float] = {}
         self.failed: dict[str, str] = {}
         self.transfers: list[Segment] = []
         self.violations: list[str] = []
         self.depth = 0
-        for origin in self.origins:
-            origin.state = "whole"
-            origin.line = Line(0.0, nbytes, 0.0)
-            self.known[origin.name] = None
-            self.directory.handle(WorkerJoined(origin.name, origin.host), 0.0)
 
     # The clock
 
@@ -209,64 +167,53 @@ class Simulation:
         heapq.heappush(self.queue, (time, next(self.count), action, args))
 
     def later(self, action: Callable[..., None], *args: Any) -> None:
-        """Let something happen that takes a message first."""
+        """What happens when a message arrives that is sent now."""
         self.at(self.now + self.latency, action, *args)
 
     def run(self, horizon: float) -> None:
         while self.queue and self.queue[0][0] <= horizon:
             self.now = self.queue[0][0]
-            # All that happens at one time, before rates are computed once.
             while self.queue and self.queue[0][0] == self.now:
                 _, _, action, args = heapq.heappop(self.queue)
                 action(*args)
             self.settle()
 
-    # The directory's end
+    # The directory
 
-    def tell(self, event: Event) -> None:
-        self.later(self.decide, event)
-
-    def decide(self, event: Event) -> None:
-        instructions = self.directory.handle(event, self.now)
-        for instruction in instructions:
+    def decide(self, event: events.Event) -> None:
+        for instruction in self.directory.handle(event, self.now):
             if isinstance(instruction, Pull):
                 row = self.directory.trees[KEY].transfers[instruction.receiver]
                 self.depth = max(self.depth, row.depth)
             elif isinstance(instruction, NoSource):
-                self.check_no_source(instruction)
+                # A source that was silent when tried is lost for this receiver: nothing tells the
+                # directory that it came back.
+                able = [w for w in self.known if self.workers[w].up and w not in instruction.tried]
+                if able and self.workers[instruction.receiver].state == "receiving":
+                    self.violations.append(f"{self.now}: {instruction}, in spite of {able}")
             self.later(self.obey, instruction)
-        if self.check:
-            self.violations += [f"{self.now:.6f}: {what}" for what in cycles(self.directory)]
+        if len(self.workers) <= 100:  # it takes long
+            self.violations += [f"{self.now}: {cycle}" for cycle in cycles(self.directory)]
 
-    def check_no_source(self, instruction: NoSource) -> None:
-        """Nobody may be left unserved while somebody could serve it.
-
-        A source that was silent when this receiver tried it counts as lost for it: the directory
-        has no way to know that it came back.
-        """
-        me = self.workers[instruction.receiver]
-        able = [
-            name
-            for name in self.known
-            if name not in instruction.tried and self.workers[name].up and name != me.name
-        ]
-        if able and me.state == "receiving":
-            self.violations.append(f"{self.now:.6f}: {me.name} gave up, {able} could serve it")
-
-    # The receivers' end
+    # Receivers
 
     def arrive(self, worker: Worker) -> None:
-        """A worker joins the cluster, and wants the object."""
-        worker.state = "receiving"
-        self.tell(WorkerJoined(worker.name, worker.host))
-        self.tell(Wanted(KEY, worker.name, self.nbytes, expected=self.expected))
-        self.at(self.now + 1, self.report, worker)
+        worker.state, worker.arrived, worker.line = "receiving", self.now, Line(self.now, 0.0, 0.0)
+        self.finished.pop(worker.name, None)
+        self.later(self.decide, events.WorkerJoined(worker.name, worker.host))
+        wanted = events.Wanted(KEY, worker.name, self.nbytes, expected=len(self.workers))
+        self.later(self.decide, wanted)
+        self.at(self.now + 1, self.report, worker, worker.arrived)
 
-    def report(self, worker: Worker) -> None:
-        if worker.state == "receiving" and not worker.frozen:
-            have = int(worker.line.at(self.now))
-            self.tell(Progressed(KEY, worker.name, worker.epoch, have))
-            self.at(self.now + 1, self.report, worker)
+    def tell(self, kind: Callable[..., events.Event], worker: Worker, *details: Any) -> None:
+        have = int(worker.line.at(self.now))
+        self.later(self.decide, kind(KEY, worker.name, worker.epoch, have, *details))
+
+    def report(self, worker: Worker, arrived: float) -> None:
+        if worker.state == "receiving" and worker.arrived == arrived:
+            if not worker.frozen:
+                self.tell(events.Progressed, worker)
+            self.at(self.now + 1, self.report, worker, arrived)
 
     def obey(self, instruction: Instruction) -> None:
         worker = self.workers[instruction.receiver]
@@ -275,143 +222,118 @@ class Simulation:
         elif worker.state == "receiving" and not isinstance(instruction, Wait):
             if not isinstance(instruction, Pull):
                 self.give_up(worker, instruction.reason)
-            elif instruction.epoch > worker.epoch:  # else a repetition, or overtaken
+            elif instruction.epoch > worker.epoch:  # else it is a repetition
                 worker.epoch = instruction.epoch
                 self.pull(worker, self.workers[instruction.source])
 
     def pull(self, worker: Worker, source: Worker) -> None:
         self.close(worker)
-        local = worker.host == source.host
-        links = () if local else (self.uplinks[source.host], self.downlinks[worker.host])
-        lag = 0.0 if local else self.latency
+        links: tuple[Link, ...] = ()
+        if worker.host != source.host:
+            links = self.links[source.host][0], self.links[worker.host][1]
+        lag = self.latency if links else 0.0
         if source.state != "whole":
             lag += self.granule / min((link.capacity for link in links), default=LOCAL)
-        flow = Flow(source, worker, links, lag, int(worker.line.nbytes), self.now)
-        worker.flow = flow
+        worker.flow = Flow(source, worker, links, lag, self.now, int(worker.line.nbytes))
         self.listen(worker)
-        self.later(self.serve, flow)
+        self.later(self.serve, worker.flow)
 
     def serve(self, flow: Flow) -> None:
-        """A request has come to its source."""
-        source = flow.source
+        """A request has come to its source, or into its kernel if it is frozen."""
         if flow.receiver.flow is not flow:
             return
-        if source.frozen:
-            source.inbox.append((self.serve, (flow,)))
-        elif source.state in ("receiving", "whole"):
-            source.readers[flow] = None
-            self.bend(flow, source.line)
+        if flow.source.state in ("receiving", "whole"):
+            flow.source.readers[flow] = None
+            self.bend(flow, flow.source.line)
         else:
-            self.later(self.broken, flow, f"refused: {source.state}")
+            self.later(self.broken, flow, f"refused: {flow.source.state}")
 
     def broken(self, flow: Flow, reason: str) -> None:
-        """A receiver learns that its connection is no more."""
+        """A receiver is told that its connection is no more."""
         worker = flow.receiver
-        if worker.flow is not flow:
-            return
         if worker.frozen:
             worker.inbox.append((self.broken, (flow, reason)))
-            return
-        self.close(worker)
-        have = int(worker.line.nbytes)
-        self.tell(SourceFailed(KEY, worker.name, worker.epoch, have, reason))
+        elif worker.flow is flow:
+            self.close(worker)
+            self.tell(events.SourceFailed, worker, reason)
 
     def listen(self, worker: Worker) -> None:
-        """Wait for the next byte, but not for ever."""
+        """Bytes ceased or came again: nobody waits for the next one for ever."""
         worker.silence += 1
-        patience = self.directory.stall_timeout
-        self.at(self.now + patience, self.stalled, worker, worker.silence)
+        if worker.line.rate == 0:
+            timeout = self.now + self.directory.stall_timeout
+            self.at(timeout, self.stalled, worker, worker.silence)
 
     def stalled(self, worker: Worker, silence: int) -> None:
-        if worker.silence == silence and worker.flow is not None and not worker.frozen:
-            have = int(worker.line.at(self.now))
-            self.tell(Stalled(KEY, worker.name, worker.epoch, have))
+        if worker.silence == silence and not worker.frozen:
+            self.tell(events.Stalled, worker)
             self.listen(worker)
 
     def finish(self, flow: Flow) -> None:
         worker = flow.receiver
+        self.draw(flow, self.nbytes, 0.0)
         self.close(worker)
         worker.state = "whole"
         self.finished[worker.name] = self.now
         first = self.now if flow.answered is None else flow.answered
-        wait, seconds = first - flow.begun, self.now - first
-        self.tell(Finished(KEY, worker.name, worker.epoch, latency=wait, seconds=seconds))
+        took = first - flow.begun, self.now - first
+        self.later(self.decide, events.Finished(KEY, worker.name, worker.epoch, *took))
         self.at(self.now + 2 * self.latency, self.become_known, worker)
 
     def become_known(self, worker: Worker) -> None:
-        if worker.state == "whole" and not self.released:
+        if worker.state == "whole":
             self.known[worker.name] = None
 
-    def give_up(self, worker: Worker, reason: str) -> None:
+    def give_up(self, worker: Worker, reason: str, state: Literal["failed", "dead"] = "failed"):
         self.close(worker)
-        worker.state = "failed"
-        self.failed[worker.name] = reason
+        worker.state = state
         for flow in worker.readers:
-            self.later(self.broken, flow, "gave the object up")
+            self.dirty[flow] = None
+            self.later(self.broken, flow, reason)
+        if state == "failed":
+            self.failed[worker.name] = reason
 
     # Faults
 
-    def kill(self, worker: Worker) -> None:
-        self.close(worker)
-        worker.state, worker.frozen = "dead", False
-        self.dirty.update(worker.readers)
-        for flow in worker.readers:
-            self.later(self.broken, flow, "connection reset")
-        self.later(self.bury, worker)
+    def suffer(self, fault: Fault) -> None:
+        if fault.kind == "release":
+            self.known.clear()
+            self.decide(events.Released(KEY))
+            for worker in self.workers.values():  # complete copies go at once, partial by Cancel
+                if worker.state == "whole":
+                    self.give_up(worker, "released")
+            return
+        worker = self.workers[fault.worker]
+        if fault.kind == "join" and worker.state in ("absent", "dead"):
+            self.arrive(worker)
+        elif fault.kind == "kill" and worker.state not in ("absent", "dead"):
+            self.give_up(worker, "connection reset", "dead")
+            worker.frozen = False
+            worker.inbox.clear()
+            self.later(self.bury, worker)
+        elif fault.kind == "freeze" and worker.up:
+            self.freeze(worker, True)
+        elif fault.kind == "return" and worker.frozen:
+            self.freeze(worker, False)
+            while worker.inbox:
+                action, args = worker.inbox.popleft()
+                action(*args)
 
     def bury(self, worker: Worker) -> None:
         self.known.pop(worker.name, None)
-        self.decide(WorkerLeft(worker.name))
+        self.decide(events.WorkerLeft(worker.name))
 
-    def freeze(self, worker: Worker) -> None:
-        worker.frozen = True
-        self.dirty.update(worker.readers)
-        if worker.flow is not None:
-            self.dirty[worker.flow] = None
-
-    def thaw(self, worker: Worker) -> None:
-        worker.frozen = False
+    def freeze(self, worker: Worker, frozen: bool) -> None:
+        worker.frozen = frozen
         self.dirty.update(worker.readers)
         if worker.flow is not None:
             self.dirty[worker.flow] = None
             self.listen(worker)
-        while worker.inbox:
-            action, args = worker.inbox.popleft()
-            action(*args)
-        self.report(worker)
-
-    def release(self) -> None:
-        """The object has no user left; complete copies go one message later."""
-        self.released = True
-        self.known.clear()
-        self.decide(Released(KEY))
-        self.later(self.drop_copies)
-
-    def drop_copies(self) -> None:
-        for worker in self.workers.values():
-            if worker.state == "whole" and worker.up:
-                worker.state = "idle"
-                for flow in worker.readers:
-                    self.later(self.broken, flow, "released")
-
-    def suffer(self, fault: Fault) -> None:
-        if fault.kind == "release":
-            self.release()
-            return
-        worker = self.workers[fault.worker]
-        if fault.kind == "join" and worker.state == "absent":
-            self.arrive(worker)
-        elif fault.kind == "kill" and worker.state not in ("absent", "dead"):
-            self.kill(worker)
-        elif fault.kind == "freeze" and worker.up:
-            self.freeze(worker)
-        elif fault.kind == "return" and worker.frozen:
-            self.thaw(worker)
 
     # The fluid
 
     def close(self, worker: Worker) -> None:
-        """End what a worker receives; of the byte that is just arriving nothing remains."""
+        """End what a worker receives; nothing remains of a byte that is half there."""
         flow, worker.flow = worker.flow, None
         if flow is None:
             return
@@ -422,65 +344,60 @@ class Simulation:
             self.transfers.append(Segment(*ends, flow.first, have, flow.begun, self.now))
         self.draw(flow, have, 0.0)
         flow.source.readers.pop(flow, None)
-        self.activate(flow, False)
+        self.dirty[flow] = None
 
     def bend(self, flow: Flow, line: Line) -> None:
-        """The source's line has changed: one lag later, so does the ceiling of who it feeds."""
+        """The source's line is another one; so is the ceiling of who it feeds, one lag later."""
         ceiling = Line(self.now + flow.lag, line.at(self.now), line.rate)
         self.at(ceiling.time, self.lift, flow, ceiling)
 
     def lift(self, flow: Flow, ceiling: Line) -> None:
-        if flow.receiver.flow is flow:
-            flow.ceiling = ceiling
-            self.dirty[flow] = None
-
-    def activate(self, flow: Flow, active: bool) -> None:
-        """Count a flow among those that share its links, or no longer."""
-        if flow.active == active:
-            return
-        flow.active = active
-        for link in flow.links:
-            if active:
-                link.flows[flow] = None
-            else:
-                del link.flows[flow]
-            self.dirty.update(link.flows)
+        flow.ceiling = ceiling
+        self.dirty[flow] = None
 
     def settle(self) -> None:
-        """Give each flow that something happened to the rate that it has from now on."""
-        for flow in list(self.dirty):
-            self.activate(flow, self.demand(flow) > 0)
-        flows, self.dirty = self.dirty, {}
-        for flow in flows:
-            if flow.receiver.flow is flow:
-                self.forecast(flow)
+        """Give the flows that something happened to, and those beside them, their rates."""
+        while self.dirty:
+            for flow in list(self.dirty):
+                able = self.demand(flow) > 0
+                for link in flow.links:
+                    if able != (flow in link.flows):
+                        self.dirty.update(link.flows)
+                        link.flows.pop(flow, None)
+                        if able:
+                            link.flows[flow] = None
+            flows, self.dirty = self.dirty, {}
+            for flow in flows:
+                if flow.receiver.flow is flow:
+                    self.forecast(flow)
 
     def room(self, flow: Flow) -> float:
-        """How many bytes the source is ahead, as far as they have come; negative if it is behind."""
+        """By how many bytes the source is ahead of its child, which may also be ahead of it."""
         return flow.ceiling.at(self.now) - flow.receiver.line.at(self.now)
 
     def demand(self, flow: Flow) -> float:
-        """The rate that a flow could use if it had its links for itself."""
+        """The rate that a flow would have if its links were wide enough."""
         if flow.receiver.flow is not flow or not (flow.source.up and flow.receiver.up):
             return 0.0
         room = self.room(flow)
-        return math.inf if room > CLOSE else flow.ceiling.rate if room > -CLOSE else 0.0
+        return LOCAL if room > CLOSE else flow.ceiling.rate if room > -CLOSE else 0.0
 
     def forecast(self, flow: Flow) -> None:
-        """Draw a receiver's line anew, and foresee when it ends or meets its ceiling."""
-        have, room = flow.receiver.line.at(self.now), self.room(flow)
+        """Draw a receiver's line, and foresee when it ends or meets the ceiling."""
+        room = self.room(flow)
+        have = flow.receiver.line.at(self.now)
         if abs(room) <= CLOSE:
             have, room = flow.ceiling.at(self.now), 0.0
         if have > self.nbytes - CLOSE:
             self.finish(flow)
             return
-        rate = min(self.demand(flow), *(link.share() for link in flow.links if flow.active), LOCAL)
-        self.draw(flow, have, rate)
-        ahead = []
+        rate = self.demand(flow)
         if rate > 0:
-            ahead.append((self.nbytes - have) / rate)
-        if room * (rate - flow.ceiling.rate) > 0:
-            ahead.append(room / (rate - flow.ceiling.rate))
+            rate = min(rate, *(link.capacity / len(link.flows) for link in flow.links), LOCAL)
+        self.draw(flow, have, rate)
+        closing = rate - flow.ceiling.rate
+        ahead = [(self.nbytes - have) / rate] if rate > 0 else []
+        ahead += [room / closing] if room * closing > 0 else []
         flow.version += 1
         if ahead:
             self.at(self.now + min(ahead), self.look_again, flow, flow.version)
@@ -495,12 +412,239 @@ class Simulation:
             link.carried += have - old.nbytes
         worker.line = Line(self.now, have, rate)
         if rate == old.rate and abs(old.at(self.now) - have) <= CLOSE:
-            return  # no bend
+            return  # it does not bend
         if rate > 0 and flow.answered is None:
             flow.answered = self.now
         if (rate > 0) != (old.rate > 0) and worker.flow is flow:
             self.listen(worker)
-            if rate > 0:
-                worker.silence += 1  # bytes come: nobody needs to wait for one
         for reader in worker.readers:
             self.bend(reader, worker.line)
+
+    def audit(self) -> None:
+        """Look for what must not be so at the end."""
+        for worker in self.workers.values():
+            self.close(worker)
+            if worker.state == "receiving" and worker.up:
+                self.violations.append(f"{worker.name} hangs at {worker.line}")
+            if worker.name in self.finished:
+                have = 0
+                for part in self.transfers:
+                    if part.receiver == worker.name and part.begun >= worker.arrived:
+                        if part.first != have:
+                            self.violations.append(f"{part} after {have} bytes")
+                        have = part.stop
+                if have != self.nbytes:
+                    self.violations.append(f"{worker.name} finished with {have} bytes")
+        crossed = sum(
+            part.stop - part.first
+            for part in self.transfers
+            if self.workers[part.source].host != self.workers[part.receiver].host
+        )
+        for way in zip(*self.links.values(), strict=True):
+            if abs(crossed - sum(link.carried for link in way)) > 1:
+                self.violations.append(f"{crossed} bytes became {way}")
+        for tree in self.directory.trees.values():
+            rows = [row for row in tree.transfers.values() if self.workers[row.receiver].up]
+            self.violations += [f"row left behind: {row}" for row in rows]
+
+
+def cycles(directory: Directory) -> Iterator[str]:
+    """Receivers whose bytes would have to come from themselves."""
+    for tree in directory.trees.values():
+        for start in tree.transfers:
+            row, hops = tree.transfers.get(start), 0
+            while row is not None and row.source is not None and hops <= len(tree.transfers):
+                row, hops = tree.transfers.get(row.source), hops + 1
+            if hops > len(tree.transfers):
+                yield f"cycle through {start}"
+
+
+def simulate(
+    workers: int = 1024,
+    nbytes: int = 2**30,
+    bandwidth: float = 1.25e9,
+    latency: float = 1e-4,
+    *,
+    per_host: int = 1,
+    holders: int = 1,
+    arrivals: Literal["together"] | float = "together",
+    faults: Sequence[Fault] = (),
+    seed: int = 0,
+    speeds: Mapping[str, float] | None = None,
+    granule: int = 64 * 2**10,
+    stall_timeout: float = 1.5,
+    cost: CostModel | None = None,
+) -> Result:
+    """Spread an object from its holders to many workers.
+
+    Parameters
+    ----------
+    workers : int
+        Receivers ``w0``, ``w1``, ... on the hosts ``host0``, ``host1``, ...
+    nbytes : int
+        Size of the object, at least 1.
+    bandwidth : float
+        Bytes per second of each host's network card, in each direction.
+    latency : float
+        Seconds, more than 0, that any message takes one way, and the first byte of a hop.
+    per_host : int
+        Receivers on one host.
+    holders : int
+        Complete copies at the start: ``origin0`` on ``origin-host0``, and so on.
+    arrivals : "together" or float
+        Seconds over which the receivers come, in any case in random order.
+    faults : sequence of Fault
+        What goes wrong, and when.
+    seed : int
+        For the order of the receivers.
+    speeds : mapping of str to float, optional
+        Other bandwidths, by host.
+    granule : int
+        Bytes that a relay has to have before it sends them on: what one read brings.
+    stall_timeout : float
+        Seconds after which a receiver that gets nothing says so.
+    cost : CostModel, optional
+        The directory's; its usual one by default.
+
+    Returns
+    -------
+    Result
+        Its ``lower_bound`` is the latest arrival + ``nbytes`` over the slowest receiver's bandwidth
+        + ``latency``: what the last receiver needs with a complete copy of its own to take from,
+        and no word with the directory. (With one on the same host, it could be faster.)
+
+    Raises
+    ------
+    ValueError
+        If there is nothing to send, or messages take no time.
+    """
+    if nbytes < 1 or latency <= 0:
+        raise ValueError(f"nbytes={nbytes} and latency={latency} must be positive")
+    sim = Simulation(nbytes, latency, granule, cost=cost, stall_timeout=stall_timeout)
+    receivers = [Worker(f"w{i}", f"host{i // per_host}") for i in range(workers)]
+    origins = [Worker(f"origin{i}", f"origin-host{i}", "whole") for i in range(holders)]
+    for worker in [*receivers, *origins]:
+        speed = (speeds or {}).get(worker.host, bandwidth)
+        sim.links.setdefault(worker.host, (Link(speed), Link(speed)))
+        sim.workers[worker.name] = worker
+    for origin in origins:
+        origin.line = Line(0.0, nbytes, 0.0)
+        sim.known[origin.name] = None
+        sim.decide(events.WorkerJoined(origin.name, origin.host))
+    rng = random.Random(seed)
+    span = 0.0 if arrivals == "together" else arrivals
+    first = {fault.worker: fault.kind for fault in sorted(faults, reverse=True)}
+    coming = [worker.name for worker in receivers if first.get(worker.name) != "join"]
+    rng.shuffle(coming)
+    for fault in [*(Fault(rng.uniform(0, span), "join", name) for name in coming), *faults]:
+        sim.at(fault.time, sim.suffer, fault)
+    slowest = min((sim.links[worker.host][1].capacity for worker in receivers), default=bandwidth)
+    sim.run(1000 + 10 * nbytes / slowest)
+    sim.audit()
+    last = max((worker.arrived for worker in receivers), default=0.0)
+    return Result(
+        finished=sim.finished,
+        failed=sim.failed,
+        lower_bound=last + nbytes / slowest + latency,
+        bytes_in={host: down.carried for host, (_, down) in sim.links.items()},
+        bytes_out={host: up.carried for host, (up, _) in sim.links.items()},
+        transfers=sim.transfers,
+        depth=sim.depth,
+        violations=sim.violations,
+    )
+
+
+def scenario(seed: int, *, faults: bool = True) -> dict[str, Any]:
+    """Random arguments for :func:`simulate`: few workers, any size, and much that goes wrong."""
+    rng = random.Random(f"scenario {seed}")  # unlike the one of the simulation
+    workers, holders = rng.randint(4, 64), rng.randint(1, 3)
+    nbytes = int(2 ** rng.uniform(0, 31))
+    bandwidth, latency = 10 ** rng.uniform(7, 10), 10 ** rng.uniform(-5, -2)
+    once = nbytes / bandwidth + 10 * latency
+    names = [f"w{i}" for i in range(workers)]
+    suffered = []
+    for _ in range(rng.randint(1, 8) if faults else 0):
+        kind = rng.choice(["kill", "kill", "freeze", "freeze", "join"])
+        worker = rng.choice(names if kind == "join" else [*names, *names, "origin0", "origin1"])
+        begin = rng.uniform(0, 2 * once)
+        end = begin + 10 * latency + rng.uniform(0, 8)
+        suffered.append(Fault(begin, kind, worker))
+        if kind == "freeze" and rng.random() < 0.6:
+            suffered.append(Fault(end, "return", worker))
+        if kind == "kill" and worker in names and rng.random() < 0.4:
+            suffered.append(Fault(end, "join", worker))
+    if faults and rng.random() < 0.1:
+        suffered.append(Fault(rng.uniform(0, 2 * once), "release"))
+    return {
+        "workers": workers,
+        "nbytes": nbytes,
+        "bandwidth": bandwidth,
+        "latency": latency,
+        "per_host": rng.randint(1, 4),
+        "holders": holders,
+        "arrivals": rng.choice(["together", rng.uniform(0, 2 * once)]),
+        "faults": suffered,
+        "seed": seed,
+    }
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """The command; returns 1 if something was violated."""
+    from dask.utils import parse_bytes, parse_timedelta
+
+    def parse_rate(text: str) -> float:
+        return parse_bytes(text[:-3] + "B") / 8 if text.endswith("bit") else parse_bytes(text)
+
+    parser = argparse.ArgumentParser("python -m dask_hoplite.simulate", description=__doc__)
+    parser.description = "How near the trees of the real core come to the limit."
+    parser.add_argument("--workers", type=int, nargs="+", default=[16, 128, 1024, 4096])
+    parser.add_argument("--nbytes", type=parse_bytes, default="1GiB")
+    parser.add_argument("--bandwidth", type=parse_rate, default="10Gbit", help="per host")
+    parser.add_argument("--latency", type=parse_timedelta, default="0.1ms")
+    parser.add_argument("--granule", type=parse_bytes, default="64KiB", help="what a read brings")
+    parser.add_argument("--per-host", type=int, default=1)
+    parser.add_argument("--seeds", type=int, help="run so many random scenarios instead")
+    parser.add_argument("--faults", action="store_true", help="let workers fail in them")
+    given = parser.parse_args(args)
+    if given.seeds is not None:
+        return explore(given.seeds, given.faults)
+    print("workers  completion  lower bound  ratio  depth  CPU seconds")
+    violations = []
+    for workers in given.workers:
+        begin = time.process_time()
+        result = simulate(
+            workers,
+            given.nbytes,
+            given.bandwidth,
+            given.latency,
+            per_host=given.per_host,
+            granule=given.granule,
+        )
+        violations += result.violations
+        print(
+            f"{workers:7}  {result.completion:8.4f} s  {result.lower_bound:9.4f} s"
+            f"  {result.ratio:5.3f}  {result.depth:5}  {time.process_time() - begin:11.2f}"
+        )
+    print(*violations[:10], sep="\n", end="")
+    return bool(violations)
+
+
+def explore(seeds: int, faults: bool) -> int:
+    """Run random scenarios until all are done or one shows a violation."""
+    ratio = delay = (0.0, -1)
+    for seed in range(seeds):
+        result = simulate(**scenario(seed, faults=faults))
+        if result.violations:
+            print(f"seed {seed}:", *result.violations[:10], sep="\n")
+            return 1
+        if result.finished:
+            ratio = max(ratio, (result.ratio, seed))
+            delay = max(delay, (result.completion - result.lower_bound, seed))
+    print(f"{seeds} scenarios without a violation")
+    print(f"worst completion: {ratio[0]:.3f} x lower bound (seed {ratio[1]})")
+    print(f"worst delay: {delay[0]:.3f} s after lower bound (seed {delay[1]})")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

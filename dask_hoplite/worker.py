@@ -106,11 +106,7 @@ class HopliteWorker(WorkerPlugin):
     def is_large(self, key: Key) -> bool:
         """Whether Hoplite moves this key."""
         ts = self.worker.state.tasks.get(key)
-        return (
-            ts is not None
-            and ts.get_nbytes() >= self.min_size
-            and not self.address.startswith("inproc://")  # there, nothing is ever copied
-        )
+        return ts is not None and ts.get_nbytes() >= self.min_size
 
     # Fetching for Dask
 
@@ -337,6 +333,6 @@ class HopliteWorker(WorkerPlugin):
             return {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
         self.shelf.settle(key)
         await self.tell(
-            Finished(key, self.address, epoch, 0.0, stop - asked, path(comm))
+            Finished(key, self.address, epoch, 0.0, stop - asked, path(comm, self.address))
         )
         return {"status": "OK"}

@@ -21,10 +21,10 @@ from dask_hoplite.transfer.buffer import Buffer
 PIECE = 4 * 2**20
 
 
-def path(comm: Comm) -> str:
-    """How bytes go over this connection, for people to read."""
-    scheme = comm.peer_address.split("://")[0]
-    return f"{scheme} stream" if isinstance(comm, TCP) else f"{scheme} messages"
+def path(comm: Comm, address: str) -> str:
+    """How bytes go over a connection to or at this address, for people to read."""
+    kind = "stream" if isinstance(comm, TCP) else "messages"
+    return f"{address.split('://')[0]} {kind}"
 
 
 async def send(comm: Comm, buffer: Buffer, offset: int) -> None:

@@ -100,7 +100,7 @@ async def take(
         if buffer is None or buffer.layout.identity != layout.identity:
             buffer = begin(layout)
         await receive(comm, buffer)
-        return path(comm)
+        return path(comm, source)
     finally:
         rpc.reuse(source, comm)
 

@@ -1,0 +1,45 @@
+"""What several tests need."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from time import monotonic
+
+import numpy as np
+from distributed import Client, Scheduler
+from distributed.utils_test import gen_cluster
+
+from dask_hoplite import Hoplite
+
+#: A cluster in this process, on real sockets, whose objects above 1 kB are large.
+hoplite_cluster = partial(
+    gen_cluster,
+    client=True,
+    nthreads=[("127.0.0.1", 1)] * 4,
+    config={"hoplite.min-size": 1000, "hoplite.stall-timeout": "500ms"},
+)
+
+
+def array(n: int = 100_000, seed: int = 0) -> np.ndarray:
+    """Some bytes that are easily told from others."""
+    return np.random.default_rng(seed).integers(0, 256, n, dtype="u1")
+
+
+def hosted(client: Client, n: int = 100_000, worker: str | None = None, seed: int = 0):
+    """The future of an array that a task makes on a worker."""
+    return client.submit(array, n, seed, workers=worker and [worker], pure=False)
+
+
+async def until(condition: Callable[[], object], timeout: float = 10) -> None:
+    """Wait for something that is about to become true."""
+    deadline = monotonic() + timeout
+    while not condition():
+        assert monotonic() < deadline, "did not come true in time"
+        await asyncio.sleep(0.005)
+
+
+def plugin(s: Scheduler) -> Hoplite:
+    """The plugin that is installed on a scheduler."""
+    return s.plugins["hoplite"]

@@ -1,0 +1,214 @@
+"""Installing, installing again, joining late, restarting, preloading, uninstalling."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from distributed import Client, LocalCluster, Scheduler, Worker
+from distributed.active_memory_manager import ReduceReplicas
+from distributed.client import FutureCancelledError
+from distributed.utils_test import gen_test, popen
+
+import dask_hoplite as hoplite
+from dask_hoplite import Hoplite, NotInstalledError
+from dask_hoplite.scheduler import KeepWishedReplicas
+from tests.helpers import array, hoplite_cluster, hosted, plugin, until
+
+
+def policies(s):
+    return {type(policy) for policy in s.extensions["amm"].policies}
+
+
+def snapshot(s, workers):
+    """All that Hoplite replaces, as it is now."""
+    return (
+        dict(s.handlers),
+        dict(s.stream_handlers),
+        {name: s.__dict__.get(name) for name in ("scatter", "replicate", "gather_on_worker")},
+        s.remove_plugin,
+        set(s.extensions),
+        policies(s),
+        [(w.gather_dep, dict(w.handlers), set(w.plugins)) for w in workers],
+    )
+
+
+@hoplite_cluster()
+async def test_uninstalling_puts_everything_back(c, s, *workers):
+    before = snapshot(s, workers)
+    await c.register_plugin(Hoplite())
+    assert policies(s) == {KeepWishedReplicas}
+    x = await c.scatter(array(), broadcast=True)
+    during = snapshot(s, workers)
+    assert all(a != b for a, b in zip(before[-1], during[-1], strict=True))
+    await c.unregister_scheduler_plugin("hoplite")
+    assert snapshot(s, workers) == before
+    assert policies(s) == {ReduceReplicas}
+    assert "_scatter" not in c.__dict__
+    assert np.array_equal(await x, array()), "objects are Dask's and stay"
+    y = await c.scatter(array(seed=1), broadcast=True)
+    assert np.array_equal(await y, array(seed=1))
+    with pytest.raises(NotInstalledError, match=r"register_plugin\(Hoplite\(\)\) first"):
+        await hoplite.status(client=c)
+    await c.register_plugin(Hoplite())
+    z = hosted(c, worker=workers[0].address)
+    total = c.submit(np.sum, z, workers=[workers[1].address])
+    assert await total == array().sum(dtype=int)
+    assert plugin(s).directory.log()
+
+
+@hoplite_cluster()
+async def test_uninstalling_in_the_middle_leaves_transfers_to_dask(c, s, *workers):
+    await c.register_plugin(Hoplite())
+    x = hosted(c, 50_000_000, worker=workers[0].address)
+    await x
+    totals = [c.submit(np.sum, x, workers=[w.address], pure=False) for w in workers]
+    await until(lambda: any(w.plugins["hoplite"].puller.incoming for w in workers))
+    await c.unregister_scheduler_plugin("hoplite")
+    expected = array(50_000_000).sum(dtype=int)
+    assert await c.gather(totals) == [expected] * 4
+
+
+@hoplite_cluster()
+async def test_other_clients_notice_that_it_was_uninstalled(c, s, *workers):
+    await c.register_plugin(Hoplite())
+    async with Client(s.address, asynchronous=True) as other:
+        await other.register_plugin(Hoplite())
+        await c.unregister_scheduler_plugin("hoplite")
+        x = await other.scatter(array(), broadcast=True)
+        assert np.array_equal(await x, array())
+        assert "_scatter" not in other.__dict__
+
+
+@hoplite_cluster()
+async def test_registering_many_times_is_a_no_op(c, s, *workers):
+    async with Client(s.address, asynchronous=True) as other:
+        await asyncio.gather(
+            *(client.register_plugin(Hoplite()) for client in (c, other) for _ in range(5))
+        )
+        first = plugin(s), [w.plugins["hoplite"] for w in workers]
+        x = hosted(c, 20_000_000, worker=workers[0].address)
+        totals = [c.submit(np.sum, x, workers=[w.address], pure=False) for w in workers]
+        await asyncio.gather(
+            *(client.register_plugin(Hoplite()) for client in (c, other) for _ in range(5))
+        )
+        assert await c.gather(totals) == [array(20_000_000).sum(dtype=int)] * 4
+        assert (plugin(s), [w.plugins["hoplite"] for w in workers]) == first
+        y = await other.scatter(array(), broadcast=True)
+        assert len(s.tasks[y.key].who_has) == 4
+
+
+@hoplite_cluster(nthreads=[("127.0.0.1", 1)])
+async def test_late_workers_get_it_too(c, s, first):
+    await c.register_plugin(Hoplite())
+    async with Worker(s.address, nthreads=1) as late:
+        assert "hoplite" in late.plugins
+        x = hosted(c, worker=first.address)
+        assert await c.submit(np.sum, x, workers=[late.address]) == array().sum(dtype=int)
+        assert plugin(s).directory.bytes_in[late.address]
+        del x
+
+
+@gen_test()
+async def test_restart():
+    async with (
+        LocalCluster(
+            n_workers=2, threads_per_worker=1, asynchronous=True, dashboard_address=":0"
+        ) as cluster,
+        Client(cluster, asynchronous=True) as c,
+    ):
+        await c.register_plugin(Hoplite(min_size=1000))
+        x = await hoplite.broadcast(array(), client=c)
+        await c.restart()
+        assert x.status == "cancelled"
+        with pytest.raises(FutureCancelledError, match=x.key):
+            await hoplite.broadcast(x, client=c)
+        status = await hoplite.status(client=c)
+        assert not status["objects"]
+        y = await hoplite.broadcast(array(seed=1), client=c)
+        assert len(cluster.scheduler.tasks[y.key].who_has) == 2
+
+
+@gen_test()
+async def test_preload(monkeypatch):
+    async with (
+        Scheduler(dashboard_address=":0", preload=["dask_hoplite"], port=0) as s,
+        Worker(s.address, nthreads=1) as a,
+        Worker(s.address, nthreads=1) as b,
+        Client(s.address, asynchronous=True) as c,
+    ):
+        installed = s.plugins["hoplite"]
+        assert {"hoplite"} <= set(a.plugins) & set(b.plugins)
+        x = hosted(c, 1_000_000, worker=a.address)
+        assert await c.submit(np.sum, x, workers=[b.address]) == array(1_000_000).sum(dtype=int)
+        assert installed.directory.bytes_in[b.address] == 1_000_000
+        await c.register_plugin(Hoplite())
+        assert s.plugins["hoplite"] is installed
+
+
+@hoplite_cluster()
+async def test_another_version_on_the_scheduler(c, s, *workers):
+    await c.register_plugin(Hoplite())
+    hello = s.handlers["hoplite_hello"]
+
+    async def other():
+        return {**await hello(), "version": "99.0"}
+
+    s.handlers["hoplite_hello"] = other
+    async with Client(s.address, asynchronous=True) as late:
+        with pytest.warns(UserWarning, match=r"dask-hoplite 99\.0"):
+            await late.register_plugin(Hoplite())
+        x = await late.scatter(array(), broadcast=True)
+        assert np.array_equal(await x, array())
+        with pytest.raises(NotInstalledError, match=r"99\.0"):
+            await hoplite.status(client=late)
+        del x
+
+
+def test_sync_client_and_current_client():
+    with (
+        LocalCluster(
+            n_workers=2,
+            threads_per_worker=1,
+            processes=False,
+            protocol="tcp://",
+            dashboard_address=":0",
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        for _ in range(2):  # a notebook's cell, run again
+            client.register_plugin(Hoplite(min_size=1000))
+        x = hoplite.broadcast(array())
+        assert len(client.who_has(x)[x.key]) == 2
+        assert np.array_equal(hoplite.gather([x])[0], array())
+        futures = hoplite.scatter([array(seed=1), array(seed=2)])
+        assert np.array_equal(futures[1].result(), array(seed=2))
+        assert hoplite.transfers()
+        assert set(hoplite.status()["workers"]) == set(client.scheduler_info()["workers"])
+
+
+def test_command_line_preload():
+    with popen(
+        [sys.executable, "-m", "dask", "scheduler", "--port", "0", "--no-dashboard",
+         "--preload", "dask_hoplite", "--scheduler-file", "/dev/null"],
+        capture_output=True,
+    ) as process:
+        assert process.poll() is None
+        for line in process.stdout:
+            if b"Scheduler at" in line:
+                address = line.decode().split()[-1]
+                break
+        worker = subprocess.Popen(
+            [sys.executable, "-m", "dask", "worker", address, "--no-nanny", "--no-dashboard"],
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )
+        try:
+            with Client(address) as client:
+                client.wait_for_workers(1, timeout=30)
+                assert hoplite.status(client=client)["workers"]
+        finally:
+            worker.terminate()
+            worker.wait()

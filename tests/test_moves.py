@@ -1,0 +1,344 @@
+"""Unchanged Dask programs: dependencies, scatter, replicate, gather, the memory manager."""
+
+from __future__ import annotations
+
+import asyncio
+import operator
+from collections import namedtuple
+
+import numpy as np
+import pytest
+from distributed import Client, LocalCluster, wait
+from distributed.utils_test import gen_cluster, gen_test
+
+import dask_hoplite as hoplite
+from dask_hoplite import Hoplite
+from tests.helpers import array, hoplite_cluster, hosted, plugin, until
+
+
+def finished(s, key=None):
+    rows = plugin(s).directory.log()
+    return [r for r in rows if r["status"] == "finished" and key in (None, r["key"])]
+
+
+async def on_each(client, future, workers):
+    futures = [client.submit(np.sum, future, workers=[w.address], pure=False) for w in workers]
+    return await client.gather(futures)
+
+
+@hoplite_cluster()
+async def test_task_dependencies(c, s, *workers):
+    await c.register_plugin(Hoplite())
+    x = hosted(c, worker=workers[0].address)
+    assert await on_each(c, x, workers) == [array().sum(dtype=int)] * 4
+    rows = finished(s, x.key)
+    assert {r["receiver"] for r in rows} == {w.address for w in workers[1:]}
+    assert len({r["source"] for r in rows}) == 3, "a chain: every source feeds one receiver"
+    await until(lambda: all(w.transfer_incoming_log for w in workers[1:]))
+    assert not any(w.plugins["hoplite"].puller.incoming for w in workers)
+    del x
+    await until(lambda: not plugin(s).directory.trees)
+    assert not any(w.plugins["hoplite"].shelf.entries for w in workers)
+
+
+@hoplite_cluster()
+async def test_second_request_joins_the_first(c, s, *workers):
+    await c.register_plugin(Hoplite())
+    x = hosted(c, 10_000_000, worker=workers[0].address)
+    await x
+    extension = workers[1].plugins["hoplite"]
+    nbytes = {x.key: 10_000_000}
+    answers = await asyncio.gather(
+        *(extension.acquire(nbytes) for _ in range(3)),
+        on_each(c, x, [workers[1]] * 3),
+    )
+    assert answers[:3] == [{"status": "OK"}] * 3
+    assert len(finished(s, x.key)) == 1
+    assert plugin(s).directory.bytes_in[workers[1].address] == x_wire(10_000_000)
+
+
+def x_wire(n):
+    return n  # one frame: an array's memory and nothing else
+
+
+@hoplite_cluster()
+async def test_large_and_small_keys_in_one_request(c, s, *workers):
+    await c.register_plugin(Hoplite())
+    large = [hosted(c, worker=workers[0].address, seed=i) for i in range(3)]
+    small = [c.submit(operator.add, i, 1, workers=[workers[0].address]) for i in range(3)]
+    total = c.submit(lambda *xs: sum(int(np.sum(x)) for x in xs), *large, *small,
+                     workers=[workers[1].address])
+    assert await total == sum(int(array(seed=i).sum(dtype=int)) for i in range(3)) + 6
+    assert len(finished(s)) == 3
+
+
+@hoplite_cluster()
+async def test_actors_are_left_to_dask(c, s, *workers):
+    class Counter:
+        n = 0
+
+        def __sizeof__(self):
+            return 10_000
+
+        def increment(self):
+            self.n += 1
+            return self.n
+
+    await c.register_plugin(Hoplite())
+    actor = await c.submit(Counter, actor=True, workers=[workers[0].address])
+
+    def use(counter):
+        return counter.increment().result()
+
+    assert await c.submit(use, actor, workers=[workers[1].address]) == 1
+    assert await actor.increment() == 2
+
+
+@hoplite_cluster()
+async def test_small_objects_take_dasks_own_path(c, s, *workers):
+    await c.register_plugin(Hoplite())
+    x = c.submit(operator.add, 1, 1, workers=[workers[0].address])
+    await on_each(c, x, workers)
+    [y] = await c.scatter([1])
+    assert await c.gather([x, y]) == [2, 1]
+    assert not plugin(s).directory.log()
+
+
+@hoplite_cluster()
+@pytest.mark.parametrize("direct", [None, True, False])
+async def test_scatter_forms(c, s, *workers, direct):
+    await c.register_plugin(Hoplite())
+    a, b = array(seed=1), array(seed=2)
+    Pair = namedtuple("Pair", "first second")
+    for data in ([a, b], (a, b), {"a": a, "b": b}, {"c": 1, "d": a}, Pair(a, 1), [a, 1, b], [1, 2]):
+        futures = await c.scatter(data, direct=direct)
+        assert type(futures) is type(data)
+        values = await c.gather(futures)
+        for got, given in zip(
+            values.values() if type(data) is dict else values,
+            data.values() if type(data) is dict else data,
+            strict=True,
+        ):
+            assert np.array_equal(got, given)
+        if type(data) is dict:
+            assert {f.key for f in futures.values()} == set(data)
+        del futures
+    one = await c.scatter(a, direct=direct)
+    assert np.array_equal(await one, a)
+    [x] = await c.scatter([a], workers=[workers[2].address])
+    assert set((await c.who_has(x))[x.key]) == {workers[2].address}
+    [x] = await c.scatter([a + 1], workers=workers[3].address)
+    assert set((await c.who_has(x))[x.key]) == {workers[3].address}
+
+
+@hoplite_cluster()
+async def test_scatter_hash(c, s, *workers):
+    await c.register_plugin(Hoplite())
+    [x], [y] = await c.scatter([array()]), await c.scatter([array()])
+    assert x.key == y.key, "the same content, still held: no byte moves"
+    assert len(finished(s)) == 1
+    [y] = await c.scatter([array()], broadcast=True)
+    assert x.key == y.key
+    assert len(s.tasks[x.key].who_has) == 4
+    [y] = await c.scatter([array()], workers=[workers[2].address])
+    assert {ws.address for ws in s.tasks[y.key].who_has} == {workers[2].address}
+    [z] = await c.scatter([array()], hash=False)
+    assert z.key != x.key
+    del x, y
+    await until(lambda: len(s.tasks) == 1)
+    [x] = await c.scatter([array()])
+    assert np.array_equal(await x, array())
+
+
+@hoplite_cluster()
+async def test_scatter_again_right_after_release(c, s, *workers):
+    await c.register_plugin(Hoplite())
+    expected = array().sum(dtype=int)
+    for _ in range(50):
+        [x] = await c.scatter([array()], broadcast=True)
+        assert await c.submit(np.sum, x, pure=False) == expected
+        del x
+
+
+@hoplite_cluster()
+@pytest.mark.parametrize("registered", [True, False])
+async def test_scatter_broadcast(c, s, *workers, registered):
+    await c.register_plugin(Hoplite())
+    async with Client(s.address, asynchronous=True) as plain:
+        client = c if registered else plain
+        x = await client.scatter(array(), broadcast=True)
+        assert len(s.tasks[x.key].who_has) == 4
+        [y] = await client.scatter([array(seed=1)], broadcast=2)
+        assert len(s.tasks[y.key].who_has) == 2
+        chosen = [w.address for w in workers[:2]]
+        z = await client.scatter(array(seed=2), broadcast=True, workers=chosen)
+        assert {ws.address for ws in s.tasks[z.key].who_has} == set(chosen)
+        for _ in range(3):
+            s.extensions["amm"].run_once()
+        assert [len(s.tasks[f.key].who_has) for f in (x, y, z)] == [4, 2, 2]
+        assert np.array_equal(await x, array())
+        assert len(finished(s, x.key)) == 4, "one push, three pulls"
+        assert len({r["source"] for r in finished(s, x.key)}) == 4
+        del x, y, z
+        await until(lambda: not s.tasks and not any(w.data for w in workers))
+        assert not plugin(s).wishes and not plugin(s).copies.puts
+        assert not plugin(s).directory.trees
+
+
+@hoplite_cluster()
+async def test_memory_manager_runs_for_all_other_keys(c, s, *workers):
+    await c.register_plugin(Hoplite())
+    pinned = await hoplite.broadcast(array(), client=c)
+    other = hosted(c, worker=workers[0].address, seed=1)
+    await on_each(c, other, workers)
+    await until(lambda: len(s.tasks[other.key].who_has) == 4)
+    s.extensions["amm"].run_once()
+    await until(lambda: len(s.tasks[other.key].who_has) == 1)
+    assert len(s.tasks[pinned.key].who_has) == 4
+
+
+@hoplite_cluster()
+async def test_replicate(c, s, *workers):
+    await c.register_plugin(Hoplite())
+    x, y = hosted(c, seed=1), hosted(c, seed=2)
+    tiny = c.submit(operator.add, 1, 2)
+    await c.replicate([x, tiny])
+    assert len(s.tasks[x.key].who_has) == len(s.tasks[tiny.key].who_has) == 4
+    s.extensions["amm"].run_once()
+    assert len(s.tasks[x.key].who_has) == 4
+    await c.replicate(x, n=2)
+    assert len(s.tasks[x.key].who_has) == 2
+    await c.replicate(y, workers=[workers[1].address, workers[2].address])
+    assert {workers[1].address, workers[2].address} <= {
+        ws.address for ws in s.tasks[y.key].who_has
+    }
+    with pytest.raises(ValueError, match="replicate to delete"):
+        await c.replicate(x, n=0)
+
+
+@hoplite_cluster()
+async def test_rebalance(c, s, *workers):
+    await c.register_plugin(Hoplite())
+    futures = [hosted(c, worker=workers[0].address, seed=i) for i in range(8)]
+    await wait(futures)
+    await c.rebalance(futures)
+    assert [int(np.sum(x)) for x in await c.gather(futures)] == [
+        int(array(seed=i).sum(dtype=int)) for i in range(8)
+    ]
+
+
+@hoplite_cluster()
+async def test_retire_worker_hands_over(c, s, *workers):
+    await c.register_plugin(Hoplite())
+    x = hosted(c, worker=workers[0].address)
+    await x
+    await c.retire_workers([workers[0].address])
+    assert np.array_equal(await x, array())
+    assert finished(s, x.key)
+
+
+@hoplite_cluster()
+async def test_gather(c, s, *workers):
+    await c.register_plugin(Hoplite())
+    futures = [hosted(c, worker=w.address, seed=i) for i, w in enumerate(workers)]
+    tiny = c.submit(operator.add, 1, 2)
+    await wait([*futures, tiny])
+    served = [w.transfer_outgoing_count_total for w in workers]
+    values = await hoplite.gather({"large": futures, "small": (tiny,)}, client=c)
+    for i, value in enumerate(values["large"]):
+        assert np.array_equal(value, array(seed=i))
+    assert values["small"] == (3,)
+    assert all(w.transfer_outgoing_count_total > n for w, n in zip(workers, served, strict=True))
+
+
+@hoplite_cluster()
+async def test_gather_of_errors(c, s, *workers):
+    await c.register_plugin(Hoplite())
+
+    def fail():
+        raise ZeroDivisionError("on purpose")
+
+    bad = c.submit(fail)
+    good = hosted(c)
+    with pytest.raises(ZeroDivisionError, match="on purpose"):
+        await c.gather([good, bad])
+    [value] = await c.gather([good, bad], errors="skip")
+    assert np.array_equal(value, array())
+
+
+@hoplite_cluster()
+async def test_inside_tasks(c, s, *workers):
+    from distributed import get_client, worker_client
+
+    await c.register_plugin(Hoplite())
+    x = hosted(c, worker=workers[0].address)
+
+    def use(future_key):
+        with worker_client() as client:
+            [y] = client.scatter([array(seed=5)])
+            z = client.submit(lambda a, b: int(np.sum(a)) + int(np.sum(b)), y, array(seed=6))
+            return z.result()
+
+    def collective():
+        client = get_client()
+        future = hoplite.broadcast(array(seed=7))
+        total = client.submit(np.sum, future, pure=False).result()
+        [y] = hoplite.scatter([array(seed=8)])
+        return int(total) + int(hoplite.gather(y).sum(dtype=int))
+
+    expected = sum(int(array(seed=i).sum(dtype=int)) for i in (5, 6))
+    assert await c.submit(use, x.key, workers=[workers[1].address]) == expected
+    expected = sum(int(array(seed=i).sum(dtype=int)) for i in (7, 8))
+    assert await c.submit(collective, workers=[workers[1].address]) == expected
+
+
+@gen_cluster(
+    client=True,
+    nthreads=[("127.0.0.1", 1)] * 2,
+    config={"hoplite.min-size": 1000},
+    worker_kwargs={"memory_limit": "2 GiB"},
+)
+async def test_spilled_source(c, s, a, b):
+    await c.register_plugin(Hoplite())
+    x = hosted(c, 100_000, worker=a.address)
+    await x
+    a.data.evict()
+    assert x.key in a.data.slow
+    assert await c.submit(np.sum, x, workers=[b.address]) == array().sum(dtype=int)
+    assert finished(s, x.key)
+
+
+@gen_test()
+async def test_inproc_is_left_to_dask():
+    async with (
+        LocalCluster(
+            n_workers=2, processes=False, protocol="inproc://", asynchronous=True, dashboard_address=":0"
+        ) as cluster,
+        Client(cluster, asynchronous=True) as c,
+    ):
+        await c.wait_for_workers(2)
+        await c.register_plugin(Hoplite(min_size=1000))
+        x = await c.scatter(array(), broadcast=True)
+        assert np.array_equal(await x, array())
+        addresses = list(cluster.scheduler.workers)
+        y = hosted(c, worker=addresses[0])
+        total = c.submit(np.sum, y, workers=[addresses[1]])
+        assert await total == array().sum(dtype=int)
+        assert not await hoplite.transfers(client=c)
+
+
+@gen_test()
+async def test_other_transports_use_messages():
+    async with (
+        LocalCluster(
+            n_workers=3, processes=False, protocol="ws://", asynchronous=True, dashboard_address=":0"
+        ) as cluster,
+        Client(cluster, asynchronous=True) as c,
+    ):
+        await c.wait_for_workers(3)
+        await c.register_plugin(Hoplite(min_size=1000))
+        x = await c.scatter(array(20_000_000), broadcast=True)
+        assert len(cluster.scheduler.tasks[x.key].who_has) == 3
+        rows = await hoplite.transfers(client=c)
+        assert {(r["path"], r["status"]) for r in rows} == {("ws messages", "finished")}
+        assert np.array_equal(await x, array(20_000_000))
