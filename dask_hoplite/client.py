@@ -26,6 +26,8 @@ from dask_hoplite.transfer.buffer import Buffer
 from dask_hoplite.transfer.layout import Layout, dump
 from dask_hoplite.transfer.pull import take, unpack
 from dask_hoplite.transfer.push import push
+from dask_hoplite.transfer.shared import AttachedBuffer
+from dask_hoplite.transfer.shelf import OFFLOAD
 
 logger = logging.getLogger(__name__)
 
@@ -151,97 +153,71 @@ class ClientExtension:
         that is used, and no byte moves. So no late release of an earlier object can end a new one.
         """
         client = self.client
-        named = type(data) is dict
         if isinstance(data, range | Iterator):
             data = list(data)
-        one = not named and not (
-            type(data) in (list, tuple, set, frozenset)
-            or (isinstance(data, tuple) and hasattr(data, "_fields"))
-        )
-        values = list(data.values()) if named else [data] if one else list(data)
-        streamed = (
-            {}
-            if local_worker
-            else {
-                index: buffer
-                for index, value in enumerate(values)
-                if not isinstance(value, Future) and (buffer := await self._lay_out(value))
-            }
-        )
-        if not streamed:
-            return await self.plain_scatter(
-                client, data, workers, broadcast, direct, local_worker, timeout, hash
-            )
-        rest = [index for index in range(len(values)) if index not in streamed]
-        names = list(data) if named else [None] * len(values)
-        futures: dict[int, Future] = {}
-        for index in list(streamed):
-            if names[index] is None:
-                names[index], held = await self._name(values[index], hash)
-                if held and workers is None and broadcast in (False, True):
-                    futures[index] = Future(names[index], client)
-                    del streamed[index]
-                    if broadcast:
-                        await client.scheduler.hoplite_broadcast(key=names[index])
-                elif held:  # but perhaps not where it is wanted now
-                    names[index] = self._unique(values[index])
-        if streamed:
-            puts = {names[index]: buffer for index, buffer in streamed.items()}
+        futures: dict[Key, Future] = {}
+        if type(data) is dict:
+            names, fresh = list(data), dict(data)
+        else:
+            names, fresh = [], {}
+            anywhere = workers is None and broadcast in (False, True)
+            for value in data if _is_collection(data) else [data]:
+                key, future = await self._name(value, hash, anywhere)
+                names.append(key)
+                if future is not None:
+                    futures[key] = future
+                else:
+                    fresh[key] = value
+        if futures and broadcast:
+            await asyncio.gather(*(client.scheduler.hoplite_broadcast(key=key) for key in futures))
+        large = {} if local_worker else await self._lay_out(fresh)
+        if large:
             try:
-                await self._put(puts, workers, broadcast, timeout)
+                await self._put(large, workers, broadcast, timeout)
             except OSError as error:
-                logger.info("Hoplite: cannot reach the workers, data go by the scheduler: %s", error)
-                rest = sorted({*rest, *streamed})
+                logger.info("Hoplite: no way to the workers, data go by the scheduler: %s", error)
             else:
-                for index in streamed:
-                    key = names[index]
-                    futures[index] = Future(key, client)
-                    client.futures[key].finish(type=type(values[index]))
-        if rest:
-            keys = [names[index] or self._unique(values[index]) for index in rest] if not hash else None
-            part: Any = (
-                {names[index]: values[index] for index in rest}
-                if named
-                else [values[index] for index in rest]
+                for key in large:
+                    futures[key] = Future(key, client)
+                    client.futures[key].finish(type=type(fresh.pop(key)))
+        if fresh:
+            futures |= await self.plain_scatter(
+                client, fresh, workers, broadcast, direct, local_worker, timeout, hash
             )
-            done = await self.plain_scatter(
-                client, part, workers, broadcast, direct, local_worker, timeout, hash
-            )
-            del keys
-            plain = done.values() if named else done
-            futures.update(zip(rest, plain, strict=True))
-        ordered = [futures[index] for index in range(len(values))]
-        if named:
-            return dict(zip(names, ordered, strict=True))
-        if one:
+        if type(data) is dict:
+            return {key: futures[key] for key in names}
+        ordered = [futures[key] for key in names]
+        if not _is_collection(data):
             return ordered[0]
-        if hasattr(type(data), "_make"):
-            return type(data)._make(ordered)
-        return type(data)(ordered)
+        make = getattr(type(data), "_make", type(data))
+        return make(ordered)
 
-    async def _lay_out(self, value: Any) -> Buffer | None:
-        """The bytes of an object, if it is one that is streamed."""
-        if sizeof(value) < self.min_size:
-            return None
-        buffer = Buffer(*await offload(dump, value))
-        return buffer if buffer.nbytes >= self.min_size else None
+    async def _lay_out(self, values: dict[Key, Any]) -> dict[Key, Buffer]:
+        """The bytes of those objects that are to be streamed."""
+        large = {}
+        for key, value in values.items():
+            if sizeof(value) >= self.min_size and not isinstance(value, Future):
+                buffer = Buffer(*await offload(dump, value))
+                if buffer.nbytes >= self.min_size:
+                    large[key] = buffer
+        return large
 
-    async def _name(self, value: Any, hash: bool) -> tuple[Key, bool]:
-        """A key for an object, and whether this client holds the object by it already."""
+    async def _name(self, value: Any, hash: bool, anywhere: bool) -> tuple[Key, Future | None]:
+        """A key for an object; and its future, if this client holds it and it may be anywhere."""
         if not hash:
-            return self._unique(value), False
-        token = await offload(tokenize, value)
+            return f"{type(value).__name__}-{uuid.uuid4().hex}", None
+        big = sizeof(value) > OFFLOAD
+        token = await offload(tokenize, value) if big else tokenize(value)
         key = self.tokens.get(token)
         state = self.client.futures.get(key) if key is not None else None
-        if key is not None and state is not None and state.status == "finished":
-            return key, True
-        self.tokens = {t: k for t, k in self.tokens.items() if k in self.client.futures}
-        key = self.tokens[token] = f"{type(value).__name__}-{token}-{uuid.uuid4().hex[:8]}"
-        return key, False
-
-    @staticmethod
-    def _unique(value: Any) -> Key:
-        return f"{type(value).__name__}-{uuid.uuid4().hex}"
+        if anywhere and state is not None and state.status == "finished":
+            return key, Future(key, self.client)  # at once: others may be letting go of it
+        key = f"{type(value).__name__}-{token}-{uuid.uuid4().hex[:8]}"
+        if len(self.tokens) > 2 * len(self.client.futures) + 100:
+            held = self.client.futures
+            self.tokens = {t: k for t, k in self.tokens.items() if k in held}
+        self.tokens[token] = key
+        return key, None
 
     async def _put(
         self, puts: dict[Key, Buffer], workers: Any, broadcast: bool | int, timeout: Any
@@ -341,9 +317,9 @@ class ClientExtension:
             return await self.fetch(key, nbytes)
         buffer: Buffer | None = None
 
-        def begin(layout: Layout) -> Buffer:
+        def begin(layout: Layout, handle: dict[str, Any] | None) -> Buffer:
             nonlocal buffer
-            buffer = Buffer(layout)
+            buffer = Buffer(layout) if handle is None else AttachedBuffer(layout, handle)
             return buffer
 
         error: OSError = ConnectionError(f"{key!r} is held by nobody")
@@ -365,6 +341,13 @@ class ClientExtension:
             assert buffer is not None
             return await unpack(buffer)
         raise error
+
+
+def _is_collection(data: Any) -> bool:
+    """Whether Dask scatters the items of this, rather than the whole."""
+    return type(data) in (list, tuple, set, frozenset) or (
+        isinstance(data, tuple) and hasattr(data, "_fields")
+    )
 
 
 __all__ = ["NAME", "ClientExtension", "extension"]

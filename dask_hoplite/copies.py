@@ -127,7 +127,9 @@ class Copies:
         assert isinstance(pull, Pull)
         put.epoch = pull.epoch
         self.puts[put.key] = put
-        answer = await self.scheduler.rpc(put.root).hoplite_expect(key=put.key, epoch=put.epoch)
+        answer = await self.scheduler.rpc(put.root).hoplite_expect(
+            key=put.key, epoch=put.epoch, shares_host=pull.shares_host
+        )
         if answer is None or answer["status"] != "OK":
             reason = "has no Hoplite" if answer is None else answer["reason"]
             await self.abort([put.key], reason)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time as clock
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 from distributed import Worker, WorkerPlugin
@@ -26,16 +27,26 @@ from dask_hoplite.core.instructions import Instruction
 from dask_hoplite.exceptions import CancelledPullError, HopliteError
 from dask_hoplite.messages import decode, encode
 from dask_hoplite.transfer.buffer import Buffer
-from dask_hoplite.transfer.channel import path
 from dask_hoplite.transfer.layout import Layout
 from dask_hoplite.transfer.pull import Incoming, Puller, unpack
 from dask_hoplite.transfer.serve import NoReply, accept, serve
+from dask_hoplite.transfer.shared import AttachedBuffer, make_room
 from dask_hoplite.transfer.shelf import Entry, Shelf
 
 logger = logging.getLogger(__name__)
 
 #: How often a peer that is busy with small keys is asked again, and after how long (as Dask does).
 BUSY_RETRIES, BUSY_DELAY = 40, 0.15
+
+
+@dataclass
+class Expected:
+    """A push that is about to come."""
+
+    epoch: int
+    entry: Entry
+    timer: asyncio.TimerHandle
+    shares_host: bool
 
 
 class HopliteWorker(WorkerPlugin):
@@ -68,7 +79,7 @@ class HopliteWorker(WorkerPlugin):
         self.address = worker.contact_address
         self.shelf = Shelf(worker.data)
         self.puller = Puller(self.address, worker.rpc, self.tell, self.shelf, self.stall_timeout)
-        self.expected: dict[Key, tuple[int, Entry, asyncio.TimerHandle]] = {}
+        self.expected: dict[Key, Expected] = {}
         self.plain_gather_dep = worker.gather_dep
         self.handlers = {
             "hoplite_pull": self.serve,
@@ -247,13 +258,19 @@ class HopliteWorker(WorkerPlugin):
         incoming = self.puller.incoming.get(key)
         if incoming is not None and incoming.epoch <= epoch:
             self.puller.cancel(key)
-        if key in self.expected and self.expected[key][0] == epoch:
+        if key in self.expected and self.expected[key].epoch == epoch:
             self._unexpect(key)
 
     # Serving
 
     async def serve(
-        self, comm: Comm, key: Key, receiver: str, offset: int = 0, identity: str = ""
+        self,
+        comm: Comm,
+        key: Key,
+        receiver: str,
+        offset: int = 0,
+        identity: str = "",
+        affinity: str = "",
     ) -> dict[str, Any] | NoReply:
         """Send an object to ``receiver``, from ``offset`` on."""
         worker = self.worker
@@ -265,7 +282,7 @@ class HopliteWorker(WorkerPlugin):
         worker.transfer_outgoing_bytes += nbytes
         start = clock.time()
         try:
-            answer = await serve(comm, self.shelf, key, offset, identity)
+            answer = await serve(comm, self.shelf, key, offset, identity, affinity)
         finally:
             worker.transfer_outgoing_count -= 1
             worker.transfer_outgoing_bytes -= nbytes
@@ -290,49 +307,69 @@ class HopliteWorker(WorkerPlugin):
 
     # Objects pushed from outside
 
-    async def expect(self, key: Key, epoch: int) -> dict[str, str]:
+    async def expect(self, key: Key, epoch: int, shares_host: bool) -> dict[str, str]:
         """Be ready for a push, and for readers of what it will bring."""
         if key in self.worker.data or key in self.puller.incoming or key in self.expected:
             return {"status": "held", "reason": f"{key!r} is here or on its way already"}
         entry = self.shelf.promise(key)
         loop = asyncio.get_running_loop()
         timer = loop.call_later(self.push_timeout, self._unexpect, key)
-        self.expected[key] = (epoch, entry, timer)
+        self.expected[key] = Expected(epoch, entry, timer, shares_host)
         return {"status": "OK"}
 
     def _unexpect(self, key: Key) -> None:
-        self.expected.pop(key)[2].cancel()
+        self.expected.pop(key).timer.cancel()
         self.shelf.discard(key, ConnectionError("the push did not come"))
 
     async def accept(
-        self, comm: Comm, key: Key, epoch: int, layout: dict[str, Any]
+        self, comm: Comm, key: Key, epoch: int, layout: dict[str, Any], affinity: str = ""
     ) -> dict[str, Any]:
         """Take an object that a client or the scheduler pushes."""
         expected = self.expected.get(key)
-        if expected is None or expected[0] != epoch:
+        if expected is None or expected.epoch != epoch:
             return {"status": "refused", "reason": "it was not expected, or no longer"}
-        _, entry, timer = self.expected.pop(key)
-        timer.cancel()
-        buffer = Buffer(Layout.from_message(layout))
-        entry.buffer.set_result(buffer)
+        del self.expected[key]
+        expected.timer.cancel()
         asked = clock.monotonic()
+        buffer: Buffer | None = None
+
+        def begin(layout: Layout, handle: dict[str, Any] | None) -> Buffer:
+            nonlocal buffer
+            buffer = (
+                AttachedBuffer(layout, handle)
+                if handle is not None
+                else make_room(layout, expected.shares_host)
+            )
+            expected.entry.buffer.set_result(buffer)
+            return buffer
+
         try:
-            await accept(comm, buffer, self.push_timeout)
+            how = await accept(
+                comm,
+                self.address,
+                Layout.from_message(layout),
+                affinity,
+                begin,
+                self.push_timeout,
+            )
+            assert buffer is not None
             stop = clock.monotonic()
             value = await unpack(buffer)
-            if self.shelf.entries.get(key) is not entry:
+            if self.shelf.entries.get(key) is not expected.entry:
                 raise HopliteError("it was released meanwhile")
             self.worker.update_data({key: value}, stimulus_id=f"hoplite-push-{clock.time()}")
         except BaseException as error:
             self.shelf.discard(key, ConnectionError(f"the push failed: {error}"))
             self.puller.report(
-                Abandoned(key, self.address, epoch, buffer.received, f"push: {error}")
+                Abandoned(
+                    key, self.address, epoch, buffer.received if buffer else 0, f"push: {error}"
+                )
             )
             if isinstance(error, OSError) or not isinstance(error, Exception):
                 raise
             return {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
         self.shelf.settle(key)
         await self.tell(
-            Finished(key, self.address, epoch, 0.0, stop - asked, path(comm, self.address))
+            Finished(key, self.address, epoch, 0.0, stop - asked, how)
         )
         return {"status": "OK"}

@@ -193,7 +193,7 @@ def test_sync_client_and_current_client():
 def test_command_line_preload():
     with popen(
         [sys.executable, "-m", "dask", "scheduler", "--port", "0", "--no-dashboard",
-         "--preload", "dask_hoplite", "--scheduler-file", "/dev/null"],
+         "--preload", "dask_hoplite"],
         capture_output=True,
     ) as process:
         assert process.poll() is None

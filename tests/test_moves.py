@@ -13,6 +13,7 @@ from distributed.utils_test import gen_cluster, gen_test
 
 import dask_hoplite as hoplite
 from dask_hoplite import Hoplite
+from dask_hoplite.transfer import pull, push, shared
 from tests.helpers import array, hoplite_cluster, hosted, plugin, until
 
 
@@ -38,7 +39,7 @@ async def test_task_dependencies(c, s, *workers):
     assert not any(w.plugins["hoplite"].puller.incoming for w in workers)
     del x
     await until(lambda: not plugin(s).directory.trees)
-    assert not any(w.plugins["hoplite"].shelf.entries for w in workers)
+    await until(lambda: not any(w.plugins["hoplite"].shelf.entries for w in workers))
 
 
 @hoplite_cluster()
@@ -328,7 +329,10 @@ async def test_inproc_is_left_to_dask():
 
 
 @gen_test()
-async def test_other_transports_use_messages():
+async def test_other_transports_use_messages(monkeypatch):
+    monkeypatch.setattr(shared, "affinity", lambda: "")
+    monkeypatch.setattr(pull, "affinity", lambda: "")
+    monkeypatch.setattr(push, "affinity", lambda: "")
     async with (
         LocalCluster(
             n_workers=3, processes=False, protocol="ws://", asynchronous=True, dashboard_address=":0"
@@ -339,6 +343,9 @@ async def test_other_transports_use_messages():
         await c.register_plugin(Hoplite(min_size=1000))
         x = await c.scatter(array(20_000_000), broadcast=True)
         assert len(cluster.scheduler.tasks[x.key].who_has) == 3
+        s = cluster.scheduler
+        await until(lambda: len(finished(s)) == 3)
         rows = await hoplite.transfers(client=c)
         assert {(r["path"], r["status"]) for r in rows} == {("ws messages", "finished")}
+        assert {r["received"] for r in rows} == {20_000_000}
         assert np.array_equal(await x, array(20_000_000))

@@ -9,13 +9,17 @@ from dask_hoplite.core.events import Key
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Let ``receiver`` take the object from ``source``; all reports about it carry ``epoch``."""
+    """Let ``receiver`` take the object from ``source``; all reports about it carry ``epoch``.
+
+    ``shares_host``: whether there are other workers on the receiver's host.
+    """
 
     key: Key
     receiver: str
     source: str
     epoch: int
     reason: str
+    shares_host: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,12 +26,12 @@ class Buffer:
 
     def __init__(self, layout: Layout, frames: list[memoryview] | None = None):
         self.layout = layout
-        self.frames = frames or [host_array(n) for n in layout.lengths]
+        self.frames = [host_array(n) for n in layout.lengths] if frames is None else frames
         self.nbytes = layout.nbytes
         self.received = self.nbytes if frames is not None else 0
         self._ends = list(accumulate(layout.lengths))
         self._error: BaseException | None = None
-        self._changed: asyncio.Future[None] | None = None
+        self._waiting: list[asyncio.Future[None]] = []
 
     def __repr__(self) -> str:
         return f"<Buffer {self.received} of {self.nbytes} bytes>"
@@ -43,9 +43,21 @@ class Buffer:
 
     def piece(self, offset: int, stop: int) -> memoryview:
         """As much of ``[offset, stop)`` as lies in one frame."""
-        index = bisect_right(self._ends, offset)
-        start = self._ends[index] - self.layout.lengths[index]
+        index = self.frame_at(offset)
+        start = self.start_of(index)
         return self.frames[index][offset - start : stop - start]
+
+    def frame_at(self, offset: int) -> int:
+        """The index of the frame that a byte is in."""
+        return bisect_right(self._ends, offset)
+
+    def start_of(self, index: int) -> int:
+        """The offset of the first byte of a frame."""
+        return self._ends[index] - self.layout.lengths[index]
+
+    def own_frames(self) -> list[memoryview]:
+        """Frames for an object to live in."""
+        return self.frames
 
     def advance(self, nbytes: int) -> None:
         """Count bytes that were written behind those that are there."""
@@ -69,13 +81,13 @@ class Buffer:
         while self.received <= offset:
             if self._error is not None:
                 raise self._error
-            if self._changed is None:
-                self._changed = asyncio.get_running_loop().create_future()
-            # Several readers share the future: one that is cancelled must not take it with it.
-            await asyncio.shield(self._changed)
+            waiting = asyncio.get_running_loop().create_future()
+            self._waiting.append(waiting)
+            await waiting
         return self.received
 
     def _wake(self) -> None:
-        changed, self._changed = self._changed, None
-        if changed is not None and not changed.done():
-            changed.set_result(None)
+        waiting, self._waiting = self._waiting, []
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)

@@ -29,8 +29,9 @@ from dask_hoplite.exceptions import (
     SourceFailedError,
 )
 from dask_hoplite.transfer.buffer import Buffer
-from dask_hoplite.transfer.channel import path, receive
+from dask_hoplite.transfer.channel import path, receive, receive_marks
 from dask_hoplite.transfer.layout import Layout, load
+from dask_hoplite.transfer.shared import AttachedBuffer, affinity, make_room
 from dask_hoplite.transfer.shelf import OFFLOAD, Entry, Shelf
 
 #: Objects that a worker receives at a time. A pull takes its slot before the directory hears of it,
@@ -48,7 +49,7 @@ async def take(
     *,
     receiver: str,
     buffer: Buffer | None,
-    begin: Callable[[Layout], Buffer],
+    begin: Callable[[Layout, dict[str, Any] | None], Buffer],
 ) -> str:
     """Take from one source what is missing of an object.
 
@@ -65,8 +66,9 @@ async def take(
     buffer : Buffer or None
         What is there already.
     begin : callable
-        Given the layout, makes the buffer. Called if there is none, or if it was of another
-        serialisation than the source's.
+        Given the layout, and the handle of shared memory if there is one, makes the buffer. Called
+        if there is none, or if it was of another serialisation than the source's. May raise OSError
+        if the memory cannot be had, and is then called without handle.
 
     Returns
     -------
@@ -89,6 +91,7 @@ async def take(
             receiver=receiver,
             offset=buffer.received if buffer is not None else 0,
             identity=buffer.layout.identity if buffer is not None else "",
+            affinity=affinity(),
         )
         if answer is None:
             raise SourceFailedError("has no Hoplite")
@@ -97,8 +100,17 @@ async def take(
         if answer["status"] == "error":
             raise pickle.loads(answer["exception"])
         layout = Layout.from_message(answer)
+        if handle := answer.get("shared"):
+            try:
+                buffer = begin(layout, handle)
+            except OSError:
+                await comm.write({"attached": False})
+            else:
+                await comm.write({"attached": True})
+                await receive_marks(comm, buffer)
+                return "shared memory"
         if buffer is None or buffer.layout.identity != layout.identity:
-            buffer = begin(layout)
+            buffer = begin(layout, None)
         await receive(comm, buffer)
         return path(comm, source)
     finally:
@@ -108,8 +120,8 @@ async def take(
 async def unpack(buffer: Buffer) -> Any:
     """The object of a complete buffer."""
     if buffer.nbytes > OFFLOAD:
-        return await offload(load, buffer.layout, buffer.frames)
-    return load(buffer.layout, buffer.frames)
+        return await offload(load, buffer.layout, buffer.own_frames())
+    return load(buffer.layout, buffer.own_frames())
 
 
 class Incoming:
@@ -124,6 +136,7 @@ class Incoming:
         self.epoch = 0
         self.source = ""
         self.path = ""
+        self.shares_host = False
         self.waiters = 0
         self.asked = self.first_byte = self.start = self.stop = monotonic()
         self.task = asyncio.create_task(self._run(), name=f"hoplite-pull-{key}")
@@ -133,13 +146,18 @@ class Incoming:
         """Bytes that are there."""
         return self.buffer.received if self.buffer is not None else 0
 
-    def begin(self, layout: Layout) -> Buffer:
+    def begin(self, layout: Layout, handle: dict[str, Any] | None) -> Buffer:
         """Make room for the object, for the first time or anew."""
+        buffer: Buffer
+        if handle is not None:
+            buffer = AttachedBuffer(layout, handle)
+        else:
+            buffer = make_room(layout, self.shares_host)
         if self.buffer is not None:
             self.buffer.fail(SourceFailedError("had to start again with other bytes"))
             self.puller.shelf.discard(self.key)
             self.entry = self.puller.shelf.promise(self.key)
-        self.buffer = Buffer(layout)
+        self.buffer = buffer
         self.first_byte = monotonic()
         self.entry.buffer.set_result(self.buffer)
         return self.buffer
@@ -178,6 +196,7 @@ class Incoming:
             if not isinstance(told, Pull):
                 raise NotInstalledError("the scheduler has no Hoplite")
             self.source, self.epoch = told.source, told.epoch
+            self.shares_host = told.shares_host
             try:
                 instead = await self._follow()
             except OSError as error:

@@ -9,7 +9,8 @@ from distributed.core import ConnectionPool, send_recv
 from dask_hoplite.core.events import Key
 from dask_hoplite.exceptions import TransferError
 from dask_hoplite.transfer.buffer import Buffer
-from dask_hoplite.transfer.channel import send
+from dask_hoplite.transfer.channel import send, send_marks
+from dask_hoplite.transfer.shared import SharedBuffer, affinity
 
 
 async def push(rpc: ConnectionPool, worker: str, key: Key, buffer: Buffer, epoch: int) -> None:
@@ -25,12 +26,23 @@ async def push(rpc: ConnectionPool, worker: str, key: Key, buffer: Buffer, epoch
     comm = await rpc.connect(worker)
     try:
         answer = await send_recv(
-            comm, op="hoplite_push", key=key, epoch=epoch, layout=buffer.layout.to_message()
+            comm,
+            op="hoplite_push",
+            key=key,
+            epoch=epoch,
+            layout=buffer.layout.to_message(),
+            affinity=affinity(),
         )
         if answer is None or answer["status"] != "OK":
             reason = "has no Hoplite" if answer is None else answer["reason"]
             raise TransferError(key, f"{worker} does not take it: {reason}")
-        await send(comm, buffer, 0)
+        shared = _share(buffer) if answer["share"] else None
+        if answer["share"]:
+            await comm.write({"shared": shared.handle if shared is not None else None})
+        if shared is not None and (await comm.read())["attached"]:
+            await send_marks(comm, shared)
+        else:
+            await send(comm, buffer, 0)
         answer = await comm.read()
         if answer["status"] != "OK":
             raise TransferError(key, f"{worker}: {answer['reason']}")
@@ -39,3 +51,10 @@ async def push(rpc: ConnectionPool, worker: str, key: Key, buffer: Buffer, epoch
         raise
     finally:
         rpc.reuse(worker, comm)
+
+
+def _share(buffer: Buffer) -> SharedBuffer | None:
+    try:
+        return SharedBuffer.copy_of(buffer)
+    except OSError:
+        return None

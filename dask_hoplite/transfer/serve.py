@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+from collections.abc import Callable
 from typing import Any, Literal
 
 from distributed.comm.core import Comm, CommClosedError
@@ -11,14 +12,16 @@ from distributed.core import Status
 
 from dask_hoplite.core.events import Key
 from dask_hoplite.transfer.buffer import Buffer
-from dask_hoplite.transfer.channel import receive, send
+from dask_hoplite.transfer.channel import path, receive, receive_marks, send, send_marks
+from dask_hoplite.transfer.layout import Layout
+from dask_hoplite.transfer.shared import SHARE_MIN, affinity
 from dask_hoplite.transfer.shelf import Shelf
 
 NoReply = Literal[Status.dont_reply]
 
 
 async def serve(
-    comm: Comm, shelf: Shelf, key: Key, offset: int, identity: str
+    comm: Comm, shelf: Shelf, key: Key, offset: int, identity: str, whose: str
 ) -> dict[str, Any] | NoReply:
     """Send an object, or the rest of it, to the worker that asked for it.
 
@@ -33,13 +36,23 @@ async def serve(
     offset : int
         What the receiver has already, in bytes, of the serialisation ``identity``. If ours is
         another one, all of it is sent.
+    whose : str
+        The receiver's :func:`~dask_hoplite.transfer.shared.affinity`.
     """
     try:
         async with shelf.reading(key) as buffer:
             if buffer.layout.identity != identity:
                 offset = 0
-            await comm.write({"status": "OK", **buffer.layout.to_message()})
+            answer = {"status": "OK", **buffer.layout.to_message()}
+            shared = shelf.share(key, buffer, whose) if offset == 0 else None
             try:
+                if shared is not None:
+                    await comm.write({**answer, "shared": shared.handle})  # type: ignore[attr-defined]
+                    if (await comm.read())["attached"]:
+                        await send_marks(comm, shared)
+                        return Status.dont_reply
+                else:
+                    await comm.write(answer)
                 await send(comm, buffer, offset)
             except CommClosedError:
                 raise
@@ -60,22 +73,63 @@ async def serve(
         return {"status": "error", "exception": pickle.dumps(error)}
 
 
-async def accept(comm: Comm, buffer: Buffer, timeout: float) -> None:
+async def accept(
+    comm: Comm,
+    address: str,
+    layout: Layout,
+    whose: str,
+    begin: Callable[[Layout, dict[str, Any] | None], Buffer],
+    timeout: float,
+) -> str:
     """Take all bytes of a push.
+
+    Parameters
+    ----------
+    comm : Comm
+        The connection that it comes on.
+    address : str
+        This worker's.
+    layout : Layout
+        What comes.
+    whose : str
+        The sender's :func:`~dask_hoplite.transfer.shared.affinity`.
+    begin : callable
+        As for :func:`dask_hoplite.transfer.pull.take`.
+    timeout : float
+        Seconds.
+
+    Returns
+    -------
+    str
+        How the bytes went.
 
     Raises
     ------
     OSError
         If the connection breaks, or no byte comes for ``timeout`` seconds.
     """
-    await comm.write({"status": "OK"})
-    receiving = asyncio.create_task(receive(comm, buffer))
+    share = bool(whose) and whose == affinity() and layout.nbytes >= SHARE_MIN
+    await comm.write({"status": "OK", "share": share})
+    handle = (await comm.read())["shared"] if share else None
+    buffer = None
+    if handle is not None:
+        try:
+            buffer = begin(layout, handle)
+        except OSError:
+            handle = None
+        await comm.write({"attached": handle is not None})
+    if buffer is None:
+        buffer = begin(layout, None)
+    how = path(comm, address) if handle is None else "shared memory"
+    taking = receive(comm, buffer) if handle is None else receive_marks(comm, buffer)
+    receiving = asyncio.create_task(taking)
     try:
         while True:
             before = buffer.received
             done, _ = await asyncio.wait({receiving}, timeout=timeout)
             if done:
-                return receiving.result()
+                receiving.result()
+                return how
             if buffer.received == before:
                 raise TimeoutError(f"the sender was silent for {timeout} s")
     finally:

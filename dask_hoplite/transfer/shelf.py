@@ -13,6 +13,7 @@ from distributed.utils import offload
 from dask_hoplite.core.events import Key
 from dask_hoplite.transfer.buffer import Buffer
 from dask_hoplite.transfer.layout import dump
+from dask_hoplite.transfer.shared import SHARE_MIN, AttachedBuffer, SharedBuffer, affinity
 
 #: Above this many bytes, (de)serialising happens off the event loop. The same bound as Dask's own.
 OFFLOAD = 10_000_000
@@ -25,6 +26,7 @@ class Entry:
     buffer: asyncio.Future[Buffer]
     readers: int = 0
     expiry: asyncio.TimerHandle | None = None
+    shared: SharedBuffer | None = None  #: a copy for other processes of this host
 
 
 class Shelf:
@@ -108,6 +110,22 @@ class Shelf:
         finally:
             entry.readers -= 1
             self.settle(key)
+
+    def share(self, key: Key, buffer: Buffer, with_whom: str) -> Buffer | None:
+        """A form of a buffer that a process of the given affinity can map, if it can any."""
+        if not with_whom or with_whom != affinity() or buffer.nbytes < SHARE_MIN:
+            return None
+        if isinstance(buffer, SharedBuffer | AttachedBuffer):
+            return buffer
+        entry = self.entries.get(key)
+        if entry is None or not buffer.complete:
+            return None
+        if entry.shared is None:
+            try:
+                entry.shared = SharedBuffer.copy_of(buffer)
+            except OSError:
+                return None  # no memory for it: bytes go over the connection
+        return entry.shared
 
     def settle(self, key: Key) -> None:
         """Start the period of grace of a whole object that nobody reads."""
