@@ -222,5 +222,5 @@ def _check(client: Client, futures: Collection[Future]) -> None:
             raise ValueError(
                 f"{future.key!r} is a future of client {future.client.id}, not of {client.id}"
             )
-        if future.cancelled():
+        if future.cancelled() or future.key not in client.futures:
             raise FutureCancelledError(future.key, "it was released or cancelled")

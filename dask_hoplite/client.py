@@ -20,7 +20,7 @@ from distributed.utils import offload
 import dask_hoplite
 from dask_hoplite.config import setting
 from dask_hoplite.core.events import Key
-from dask_hoplite.exceptions import NotInstalledError
+from dask_hoplite.exceptions import NotInstalledError, UnreachableError
 from dask_hoplite.scheduler import NAME, Hoplite
 from dask_hoplite.transfer.buffer import Buffer
 from dask_hoplite.transfer.layout import Layout, dump
@@ -174,7 +174,7 @@ class ClientExtension:
         if large:
             try:
                 await self._put(large, workers, broadcast, timeout)
-            except OSError as error:
+            except UnreachableError as error:
                 logger.info("Hoplite: no way to the workers, data go by the scheduler: %s", error)
             else:
                 for key in large:
@@ -231,8 +231,8 @@ class ClientExtension:
 
         Raises
         ------
-        OSError
-            If the workers cannot be reached from here.
+        UnreachableError
+            If the workers cannot be reached from here, or the scheduler has no Hoplite any more.
         """
         client = self.client
         scheduler = client.scheduler
@@ -247,13 +247,16 @@ class ClientExtension:
         )
         if placement is None:  # it was uninstalled
             self.uninstall()
-            raise ConnectionError("the scheduler has no Hoplite any more")
+            raise UnreachableError("the scheduler has no Hoplite any more")
 
         async def send(key: Key) -> None:
             worker, epoch = placement[key]
-            async with self.slots:
-                await self._connect(worker)
-                await push(client.rpc, worker, key, puts[key], epoch)
+            try:
+                async with self.slots:
+                    await self._connect(worker)
+                    await push(client.rpc, worker, key, puts[key], epoch)
+            except OSError as error:
+                raise UnreachableError(f"{worker}: {error}") from error
 
         sending = [asyncio.create_task(send(key)) for key in puts]
         try:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from dask.utils import parse_timedelta
 from distributed.core import Status
 from distributed.protocol.serialize import Serialize, Serialized
 from distributed.utils import TimeoutError as DaskTimeoutError
@@ -68,7 +69,7 @@ class Copies:
         nbytes: Mapping[Key, int],
         workers: Collection[str] | None = None,
         broadcast: bool | int = False,
-        timeout: float | None = None,
+        timeout: float | str | None = None,
     ) -> dict[Key, tuple[str, int]]:
         """Choose a worker for each object that a client is about to push.
 
@@ -409,34 +410,39 @@ class Copies:
         TransferError
             If the key is unknown or not in memory.
         ObjectTooLargeError
-            If a worker that was named, or every worker, has too low a memory limit.
+            If a worker that was named has too low a memory limit. Without names, such workers are
+        left out.
         """
         ts = self.scheduler.tasks.get(key)
         if ts is None or not ts.who_has:
             state = "unknown, or was released" if ts is None else f"in state {ts.state!r}"
             raise TransferError(key, f"cannot be broadcast: it is {state}")
         targets = await self._running(workers, None)
-        able = _able(key, ts.nbytes, [ws for ws in targets if ws not in ts.who_has])
-        wish = None if workers is None else [ws.address for ws in targets]
-        if workers is not None and (unable := set(targets) - set(able) - set(ts.who_has)):
+        unable = {ws for ws in targets if ws not in ts.who_has and not _fits(ts.nbytes, ws)}
+        if unable and workers is not None:
             raise _too_large(key, ts.nbytes, unable)
+        wish = None if workers is None else [ws.address for ws in targets]
         self.hoplite.wishes.add(key, wish)
-        goal = {*able, *(set(ts.who_has) & set(targets))}
+        goal = set(targets) - unable
         if self.hoplite.is_large(key):
             failed = await self._multiply(key, len(goal), goal)
+            failed |= {ws.address: "its memory limit is too low" for ws in unable}
         else:
             failed = {}
             addresses = [ws.address for ws in goal]
             await self.plain_replicate([key], len(goal), addresses, len(goal), False)
+        if self.scheduler.tasks.get(key) is not ts:
+            raise TransferError(key, "was released while it was broadcast")
         self.hoplite.fulfil([key])
         return {"failed": failed}
 
     # Workers
 
     async def _running(
-        self, workers: Collection[str] | None, timeout: float | None
+        self, workers: Collection[str] | None, timeout: float | str | None
     ) -> list[WorkerState]:
         """The running ones among the workers that are meant; wait for a first one."""
+        timeout = parse_timedelta(timeout)
         deadline = time.monotonic() + (timeout or 0)
         while True:
             if workers is None:
@@ -464,10 +470,14 @@ class Copies:
 
 def _able(key: Key, nbytes: int, workers: Collection[WorkerState]) -> list[WorkerState]:
     """Those of the workers whose memory limit allows for an object at all."""
-    able = [ws for ws in workers if not ws.memory_limit or ws.memory_limit >= nbytes]
+    able = [ws for ws in workers if _fits(nbytes, ws)]
     if workers and not able:
         raise _too_large(key, nbytes, workers)
     return able
+
+
+def _fits(nbytes: int, ws: WorkerState) -> bool:
+    return not ws.memory_limit or ws.memory_limit >= nbytes
 
 
 def _too_large(key: Key, nbytes: int, workers: Collection[WorkerState]) -> ObjectTooLargeError:

@@ -141,6 +141,8 @@ class Hoplite(SchedulerPlugin):
                 scheduler.handlers[name] = method
         self.methods = methods
         scheduler.handlers.update(self.added)
+        self.plain_status_change = scheduler.stream_handlers["worker-status-change"]
+        scheduler.stream_handlers["worker-status-change"] = self.worker_status_change
         manager = scheduler.extensions.get("amm")
         for policy in list(manager.policies) if manager is not None else ():
             if isinstance(policy, ReduceReplicas):
@@ -155,6 +157,7 @@ class Hoplite(SchedulerPlugin):
             if scheduler.__dict__.get(name) == method:
                 delattr(scheduler, name)
         scheduler.handlers.update(self.replaced)
+        scheduler.stream_handlers["worker-status-change"] = self.plain_status_change
         for name in self.added:
             scheduler.handlers.pop(name, None)
         manager = scheduler.extensions.get("amm")
@@ -191,8 +194,13 @@ class Hoplite(SchedulerPlugin):
     # Dask's hooks
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
-        """Count a worker in, and let it have what is meant for it."""
+        """Count a worker in."""
         self.handle(WorkerJoined(worker, scheduler.workers[worker].host))
+        self.fulfil(self.wishes.of(worker))
+
+    def worker_status_change(self, worker: str, **kwargs: Any) -> None:
+        """In place of Dask's handler: who runs, again or at last, gets what is meant for it."""
+        self.plain_status_change(worker=worker, **kwargs)
         self.fulfil(self.wishes.of(worker))
 
     def remove_worker(

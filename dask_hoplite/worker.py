@@ -11,7 +11,7 @@ from typing import Any
 
 from distributed import Worker, WorkerPlugin
 from distributed.comm.core import Comm
-from distributed.core import Status
+from distributed.core import Status, error_message
 from distributed.metrics import context_meter, time
 from distributed.worker import WORKER_ANY_RUNNING
 from distributed.worker_state_machine import (
@@ -25,6 +25,7 @@ from distributed.worker_state_machine import (
 from dask_hoplite.core.events import Abandoned, Event, Finished, Key
 from dask_hoplite.core.instructions import Instruction
 from dask_hoplite.exceptions import CancelledPullError, HopliteError
+from dask_hoplite.failed_dependency import FailedDependencyEvent
 from dask_hoplite.messages import decode, encode
 from dask_hoplite.transfer.buffer import Buffer
 from dask_hoplite.transfer.layout import Layout
@@ -151,6 +152,11 @@ class HopliteWorker(WorkerPlugin):
                 logger.info("%r could not be had by Hoplite, left to Dask: %s", key, result)
                 left.add(key)
             elif isinstance(result, Exception):
+                self.worker.handle_stimulus(
+                    FailedDependencyEvent(
+                        keys=[key], error=error_message(result), stimulus_id=stimulus_id
+                    )
+                )
                 return self._failed(result, worker, to_gather, total_nbytes, stimulus_id)
             elif isinstance(result, BaseException):
                 raise result

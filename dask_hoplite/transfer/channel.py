@@ -24,7 +24,8 @@ PIECE = 4 * 2**20
 
 #: Each wake-up costs some 0.1 ms of a core, whatever it brings, and so it pays to let bytes gather.
 #: A hop may be late by this share of the whole transfer, within these bounds in seconds.
-GATHER_SHARE, GATHER_LEAST, GATHER_MOST = 1 / 500, 0.0005, 0.005
+import os
+GATHER_SHARE, GATHER_LEAST, GATHER_MOST = map(float, os.environ.get("HG","0.002 0.0005 0.005").split())
 
 
 def path(comm: Comm, address: str) -> str:
