@@ -26,7 +26,7 @@ from dask_hoplite.core.events import Event, Key, Released, Wanted, WorkerJoined,
 from dask_hoplite.core.instructions import Cancel, Instruction
 from dask_hoplite.core.wishes import Wishes
 from dask_hoplite.messages import decode, encode
-from dask_hoplite.worker import HopliteWorker
+from dask_hoplite.worker import TOPIC, HopliteWorker
 
 logger = logging.getLogger(__name__)
 
@@ -245,6 +245,11 @@ class Hoplite(SchedulerPlugin):
             told = replace(told, expected=self._expected(told.key))
         own = [i for i in self.handle(told) if i.receiver == told.receiver]
         return encode(own[0]) if own else None
+
+    def log_event(self, topic: str, msg: Any) -> None:
+        """A worker reports what needs no answer."""
+        if topic == TOPIC:
+            self.perform(self.handle(decode(msg["event"])))
 
     def perform(self, instructions: Iterable[Instruction]) -> None:
         """Carry out what the core decided for workers that did not ask."""

@@ -36,6 +36,9 @@ from dask_hoplite.transfer.shelf import Entry, Shelf
 
 logger = logging.getLogger(__name__)
 
+#: Dask's event log has what workers report to the directory under this topic.
+TOPIC = "hoplite"
+
 #: How often a peer that is busy with small keys is asked again, and after how long (as Dask does).
 BUSY_RETRIES, BUSY_DELAY = 40, 0.15
 
@@ -79,7 +82,9 @@ class HopliteWorker(WorkerPlugin):
         assert worker.contact_address is not None
         self.address = worker.contact_address
         self.shelf = Shelf(worker.data)
-        self.puller = Puller(self.address, worker.rpc, self.tell, self.shelf, self.stall_timeout)
+        self.puller = Puller(
+            self.address, worker.rpc, self.tell, self.report, self.shelf, self.stall_timeout
+        )
         self.expected: dict[Key, Expected] = {}
         self.plain_gather_dep = worker.gather_dep
         self.handlers = {
@@ -114,6 +119,14 @@ class HopliteWorker(WorkerPlugin):
         """Take an event to the directory; give what it decides for this worker."""
         answer = await self.worker.scheduler.hoplite_tell(event=encode(event))
         return decode(answer) if answer else None
+
+    def report(self, event: Event) -> None:
+        """Tell the directory, with whatever else this worker tells the scheduler about now.
+
+        By Dask's event log, where people can see it too, and where it harms nobody if the
+        scheduler has no Hoplite any more.
+        """
+        self.worker.log_event(TOPIC, {"event": encode(event)})
 
     def is_large(self, key: Key) -> bool:
         """Whether Hoplite moves this key."""
@@ -366,7 +379,7 @@ class HopliteWorker(WorkerPlugin):
             self.worker.update_data({key: value}, stimulus_id=f"hoplite-push-{clock.time()}")
         except BaseException as error:
             self.shelf.discard(key, ConnectionError(f"the push failed: {error}"))
-            self.puller.report(
+            self.report(
                 Abandoned(
                     key, self.address, epoch, buffer.received if buffer else 0, f"push: {error}"
                 )
@@ -375,7 +388,5 @@ class HopliteWorker(WorkerPlugin):
                 raise
             return {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
         self.shelf.settle(key)
-        await self.tell(
-            Finished(key, self.address, epoch, 0.0, stop - asked, how)
-        )
+        self.report(Finished(key, self.address, epoch, 0.0, stop - asked, how))
         return {"status": "OK"}

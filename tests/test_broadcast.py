@@ -277,7 +277,7 @@ async def test_objects_that_cannot_be_unpickled(c, s, *workers):
     with pytest.raises(ZeroDivisionError, match="poison"):
         await asyncio.wait_for(c.gather(x), 20)
     assert not workers[1].plugins["hoplite"].puller.incoming
-    assert not plugin(s).directory.trees.get(x.key, set())
+    await until(lambda: x.key not in plugin(s).directory.trees)
 
 
 @hoplite_cluster(worker_kwargs={"memory_limit": "1 GiB"}, nthreads=[("127.0.0.1", 1)] * 2)

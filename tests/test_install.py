@@ -57,7 +57,7 @@ async def test_uninstalling_puts_everything_back(c, s, *workers):
     z = hosted(c, worker=workers[0].address)
     total = c.submit(np.sum, z, workers=[workers[1].address])
     assert await total == array().sum(dtype=int)
-    assert plugin(s).directory.log()
+    await until(lambda: plugin(s).directory.log())
 
 
 @hoplite_cluster()
@@ -108,7 +108,7 @@ async def test_late_workers_get_it_too(c, s, first):
         assert "hoplite" in late.plugins
         x = hosted(c, worker=first.address)
         assert await c.submit(np.sum, x, workers=[late.address]) == array().sum(dtype=int)
-        assert plugin(s).directory.bytes_in[late.address]
+        await until(lambda: plugin(s).directory.bytes_in[late.address])
         del x
 
 
@@ -144,7 +144,7 @@ async def test_preload(monkeypatch):
         assert {"hoplite"} <= set(a.plugins) & set(b.plugins)
         x = hosted(c, 1_000_000, worker=a.address)
         assert await c.submit(np.sum, x, workers=[b.address]) == array(1_000_000).sum(dtype=int)
-        assert installed.directory.bytes_in[b.address] == 1_000_000
+        await until(lambda: installed.directory.bytes_in[b.address] == 1_000_000)
         await c.register_plugin(Hoplite())
         assert s.plugins["hoplite"] is installed
 

@@ -32,6 +32,7 @@ async def test_task_dependencies(c, s, *workers):
     await c.register_plugin(Hoplite())
     x = hosted(c, worker=workers[0].address)
     assert await on_each(c, x, workers) == [array().sum(dtype=int)] * 4
+    await until(lambda: len(finished(s, x.key)) == 3)
     rows = finished(s, x.key)
     assert {r["receiver"] for r in rows} == {w.address for w in workers[1:]}
     assert len({r["source"] for r in rows}) == 3, "a chain: every source feeds one receiver"
@@ -54,6 +55,7 @@ async def test_second_request_joins_the_first(c, s, *workers):
         on_each(c, x, [workers[1]] * 3),
     )
     assert answers[:3] == [{"status": "OK"}] * 3
+    await until(lambda: finished(s, x.key))
     assert len(finished(s, x.key)) == 1
     assert plugin(s).directory.bytes_in[workers[1].address] == x_wire(10_000_000)
 
@@ -70,7 +72,7 @@ async def test_large_and_small_keys_in_one_request(c, s, *workers):
     total = c.submit(lambda *xs: sum(int(np.sum(x)) for x in xs), *large, *small,
                      workers=[workers[1].address])
     assert await total == sum(int(array(seed=i).sum(dtype=int)) for i in range(3)) + 6
-    assert len(finished(s)) == 3
+    await until(lambda: len(finished(s)) == 3)
 
 
 @hoplite_cluster()
@@ -137,7 +139,7 @@ async def test_scatter_hash(c, s, *workers):
     await c.register_plugin(Hoplite())
     [x], [y] = await c.scatter([array()]), await c.scatter([array()])
     assert x.key == y.key, "the same content, still held: no byte moves"
-    assert len(finished(s)) == 1
+    await until(lambda: len(finished(s)) == 1)
     [y] = await c.scatter([array()], broadcast=True)
     assert x.key == y.key
     assert len(s.tasks[x.key].who_has) == 4
@@ -178,7 +180,7 @@ async def test_scatter_broadcast(c, s, *workers, registered):
             s.extensions["amm"].run_once()
         assert [len(s.tasks[f.key].who_has) for f in (x, y, z)] == [4, 2, 2]
         assert np.array_equal(await x, array())
-        assert len(finished(s, x.key)) == 4, "one push, three pulls"
+        await until(lambda: len(finished(s, x.key)) == 4)  # one push, three pulls
         assert len({r["source"] for r in finished(s, x.key)}) == 4
         del x, y, z
         await until(lambda: not s.tasks and not any(w.data for w in workers))
@@ -235,7 +237,7 @@ async def test_retire_worker_hands_over(c, s, *workers):
     await x
     await c.retire_workers([workers[0].address])
     assert np.array_equal(await x, array())
-    assert finished(s, x.key)
+    await until(lambda: finished(s, x.key))
 
 
 @hoplite_cluster()
@@ -306,7 +308,7 @@ async def test_spilled_source(c, s, a, b):
     a.data.evict()
     assert x.key in a.data.slow
     assert await c.submit(np.sum, x, workers=[b.address]) == array().sum(dtype=int)
-    assert finished(s, x.key)
+    await until(lambda: finished(s, x.key))
 
 
 @gen_test()

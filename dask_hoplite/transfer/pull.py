@@ -41,6 +41,9 @@ SLOTS = 16
 #: Tells the directory of an event; gives what it decides for this receiver, if anything.
 Tell = Callable[[Event], Awaitable[Instruction | None]]
 
+#: Tells the directory of an event that needs no decision.
+Report = Callable[[Event], None]
+
 
 async def take(
     rpc: ConnectionPool,
@@ -254,8 +257,8 @@ class Puller:
         This worker's.
     rpc : ConnectionPool
         This worker's connections.
-    tell : callable
-        Takes events to the directory.
+    tell, report : callable
+        Take events to the directory, and wait for what it decides, or do not.
     shelf : Shelf
         Where buffers stand while others read them.
     stall_timeout : float
@@ -267,17 +270,18 @@ class Puller:
         address: str,
         rpc: ConnectionPool,
         tell: Tell,
+        report: Report,
         shelf: Shelf,
         stall_timeout: float,
     ):
         self.address = address
         self.rpc = rpc
         self.tell = tell
+        self.report = report
         self.shelf = shelf
         self.stall_timeout = stall_timeout
         self.incoming: dict[Key, Incoming] = {}
         self.slots = asyncio.Semaphore(SLOTS)
-        self._reports: set[asyncio.Task[Any]] = set()
 
     async def pull(self, key: Key, nbytes: int) -> tuple[Any, Incoming]:
         """Get an object, or join those who wait for it already.
@@ -325,12 +329,6 @@ class Puller:
         if incoming is not None and incoming.waiters <= 1:
             self.cancel(key)
 
-    def report(self, event: Event) -> None:
-        """Tell the directory without waiting for it."""
-        task = asyncio.create_task(self._tell_quietly(event))
-        self._reports.add(task)
-        task.add_done_callback(self._reports.discard)
-
     async def close(self) -> None:
         """Stop all that is under way."""
         tasks = [incoming.task for incoming in self.incoming.values()]
@@ -338,16 +336,6 @@ class Puller:
             self.cancel(key)
         if tasks:
             await asyncio.wait(tasks)
-        if self._reports:
-            await asyncio.wait(set(self._reports), timeout=1)
-        for task in self._reports:
-            task.cancel()
-
-    async def _tell_quietly(self, event: Event) -> None:
-        try:
-            await self.tell(event)
-        except (OSError, RuntimeError):
-            pass  # the scheduler is gone or we are closing: nobody needs the report any more
 
     def _forget(self, key: Key, task: asyncio.Task[Any]) -> None:
         incoming = self.incoming.get(key)
