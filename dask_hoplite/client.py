@@ -72,8 +72,17 @@ async def extension(client: Client) -> ClientExtension:
             f"the scheduler has dask-hoplite {hello['version']}, "
             f"this client {dask_hoplite.__version__}"
         )
-    known = _extensions[client] = ClientExtension(client, hello["min_size"])
-    known.install()
+    return install(client, hello["min_size"])
+
+
+def install(
+    client: Client, min_size: int, fetch: Callable[[Key, int], Awaitable[Any]] | None = None
+) -> ClientExtension:
+    """Install Hoplite in a client, unless it is there. See :class:`ClientExtension`."""
+    known = _extensions.get(client)
+    if known is None or not known.installed:
+        known = _extensions[client] = ClientExtension(client, min_size, fetch)
+        known.install()
     return known
 
 

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from distributed import Worker, WorkerPlugin
+from distributed import Client, Worker, WorkerPlugin
 from distributed.comm.core import Comm
 from distributed.core import Status, error_message
 from distributed.metrics import context_meter, time
@@ -96,11 +96,13 @@ class HopliteWorker(WorkerPlugin):
         }
         worker.handlers.update(self.handlers)
         worker.gather_dep = self.gather_dep  # type: ignore[method-assign]
+        self.plain_get_client = worker._get_client
+        worker._get_client = self.get_client  # type: ignore[method-assign]
 
     async def teardown(self, worker: Worker) -> None:
         """Put everything back."""
-        if worker.__dict__.get("gather_dep") == self.gather_dep:
-            del worker.gather_dep
+        worker.__dict__.pop("gather_dep", None)
+        worker.__dict__.pop("_get_client", None)
         for name in self.handlers:
             worker.handlers.pop(name, None)
         for key in list(self.expected):
@@ -127,6 +129,17 @@ class HopliteWorker(WorkerPlugin):
         scheduler has no Hoplite any more.
         """
         self.worker.log_event(TOPIC, {"event": encode(event)})
+
+    def get_client(self, timeout: float | None = None) -> Client:
+        """In place of :meth:`distributed.Worker._get_client`: the client that tasks use.
+
+        What it gathers comes by this worker's own pulls, which others may have begun already.
+        """
+        from dask_hoplite.client import install  # it imports us, by way of the scheduler's plugin
+
+        client = self.plain_get_client(timeout)
+        install(client, self.min_size, fetch=self._pull)
+        return client
 
     def is_large(self, key: Key) -> bool:
         """Whether Hoplite moves this key."""

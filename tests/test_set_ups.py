@@ -1,0 +1,191 @@
+"""Other ways to set up a cluster: TLS, job queues, configuration."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pathlib
+
+import dask
+import jsonschema
+import numpy as np
+import pytest
+import yaml
+from distributed import Client, Future, LocalCluster, Worker, get_client
+from distributed.security import Security
+from distributed.utils_test import gen_cluster, gen_test
+
+import dask_hoplite
+import dask_hoplite as hoplite
+from dask_hoplite import Hoplite
+from dask_hoplite.config import DEFAULTS, Config
+from dask_hoplite.transfer import pull, shelf
+from tests.helpers import array, hoplite_cluster, hosted, plugin, until
+
+PACKAGE = pathlib.Path(dask_hoplite.__file__).parent
+
+
+def schema():
+    return yaml.safe_load((PACKAGE / "hoplite-schema.yaml").read_text())
+
+
+def test_defaults_agree_with_the_schema():
+    jsonschema.validate(DEFAULTS, schema())
+    described = schema()["properties"]["hoplite"]["properties"]
+    assert set(described) == set(DEFAULTS["hoplite"])
+    assert all(entry["description"].strip() for entry in described.values())
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"hoplite": {"min-sice": 1}}, schema())
+    json.dumps(schema())
+
+
+def test_configuration():
+    assert Config.read().min_size == 512 * 1024
+    with dask.config.set({"hoplite.min-size": "3 MiB"}):
+        assert Config.read().min_size == 3 * 2**20
+        assert Config.read(min_size=5).min_size == 5
+    with pytest.raises(ValueError, match="byte unit"):
+        Hoplite(min_size="a lot")
+    with pytest.raises(ValueError, match="timeouts"):
+        Hoplite(stall_timeout=-1)
+
+
+@gen_cluster(
+    client=True,
+    nthreads=[("tls://127.0.0.1", 1)] * 3,
+    security=Security.temporary(),
+    config={"hoplite.min-size": 1000},
+)
+async def test_tls(c, s, *workers):
+    await c.register_plugin(Hoplite())
+    x = await c.scatter(array(30_000_000), broadcast=True)
+    assert len(s.tasks[x.key].who_has) == 3
+    await until(lambda: len(plugin(s).directory.log()) == 3)
+    y = hosted(c, 900_000, worker=workers[0].address)
+    totals = [c.submit(np.sum, y, workers=[w.address], pure=False) for w in workers]
+    assert await c.gather(totals) == [array(900_000).sum(dtype=int)] * 3
+    assert np.array_equal(await y, array(900_000))
+    paths = {row["path"] for row in plugin(s).directory.log() if row["key"] == y.key}
+    assert paths <= {"tls stream", ""}
+
+
+@gen_cluster(
+    client=True,
+    nthreads=[("tls://127.0.0.1", 1)] * 3,
+    security=Security.temporary(),
+    config={"hoplite.min-size": 1000},
+)
+async def test_tls_without_shared_memory(c, s, *workers):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pull, "affinity", lambda: "")
+        patch.setattr(shelf, "affinity", lambda: "other")
+        await c.register_plugin(Hoplite())
+        x = hosted(c, 30_000_000, worker=workers[0].address)
+        await hoplite.broadcast(x, client=c)
+        await until(lambda: len(plugin(s).directory.log()) == 2)
+        assert {row["path"] for row in plugin(s).directory.log()} == {"tls stream"}
+        for w in workers:
+            assert np.array_equal(w.data[x.key], array(30_000_000))
+
+
+@gen_test(timeout=60)
+async def test_job_queue():
+    """Preloaded by configuration, with workers that come late, as on a SLURM cluster."""
+    from dask_jobqueue.local import LocalCluster as JobQueue
+
+    with dask.config.set({"distributed.scheduler.preload": ["dask_hoplite"]}):
+        async with JobQueue(
+            cores=1, processes=1, memory="1GiB", asynchronous=True,
+            scheduler_options={"dashboard_address": ":0"},
+        ) as cluster, Client(cluster, asynchronous=True) as c:
+            waiting = asyncio.create_task(hoplite.broadcast(array(1_000_000), client=c, timeout=50))
+            cluster.scale(jobs=1)
+            x = await waiting
+            cluster.scale(jobs=3)
+            tasks = cluster.scheduler.tasks
+            await until(lambda: len(tasks[x.key].who_has) == 3, timeout=50)
+            totals = await c.gather(c.map(lambda _, v: int(v.sum()), range(6), v=x, pure=False))
+            assert totals == [int(array(1_000_000).sum())] * 6
+
+
+@gen_test(timeout=60)
+async def test_gathering_inside_tasks_uses_the_workers_pulls():
+    async with (
+        LocalCluster(
+            n_workers=2, threads_per_worker=2, asynchronous=True, dashboard_address=":0"
+        ) as cluster,
+        Client(cluster, asynchronous=True) as c,
+    ):
+        await c.register_plugin(Hoplite(min_size=1000))
+        await c.wait_for_workers(2)
+        a, b = cluster.scheduler.workers
+        x = hosted(c, worker=a)
+        await x
+
+        def gather(key):
+            client = get_client()
+            return int(client.gather(Future(key, client=client)).sum(dtype=int))
+
+        totals = [c.submit(gather, x.key, workers=[b], pure=False) for _ in range(2)]
+        assert await c.gather(totals) == [array().sum(dtype=int)] * 2
+        await until(lambda: plugin(cluster.scheduler).directory.bytes_in[b] >= 100_000)
+
+
+@hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 2)
+async def test_workers_without_the_package(c, s, a, b):
+    """A worker that could not load the plugin is served, and serves, by plain Dask."""
+    await c.register_plugin(Hoplite())
+    await b.plugin_remove("hoplite")
+    x, y = hosted(c, worker=a.address), hosted(c, worker=b.address, seed=1)
+    assert await c.submit(np.sum, x, workers=[b.address]) == array().sum(dtype=int)
+    assert await c.submit(np.sum, y, workers=[a.address]) == array(seed=1).sum(dtype=int)
+    assert np.array_equal(await y, array(seed=1))
+
+
+@hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 2, config={"hoplite.min-size": 1000,
+                                                            "hoplite.connect-timeout": "200ms"})
+async def test_a_client_that_cannot_reach_the_workers(c, s, a, b):
+    await c.register_plugin(Hoplite())
+    connect = c.rpc.connect
+
+    async def firewall(address, timeout=None):
+        if address in s.workers:
+            raise OSError("no route to host")
+        return await connect(address, timeout)
+
+    c.rpc.connect = firewall
+    x = await c.scatter(array(), broadcast=True)
+    assert len(s.tasks[x.key].who_has) == 2
+    assert np.array_equal(await x, array())
+    y = hosted(c, seed=1)
+    assert np.array_equal(await c.gather(y), array(seed=1))
+    assert not plugin(s).copies.puts
+
+
+@hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 2)
+async def test_a_client_that_leaves_in_the_middle(c, s, a, b):
+    await c.register_plugin(Hoplite())
+    async with Client(s.address, asynchronous=True) as other:
+        await other.register_plugin(Hoplite())
+        placement = await other.scheduler.hoplite_place(
+            client=other.id, nbytes={"x": 10_000}, broadcast=True, timeout=1
+        )
+        assert set(placement) == {"x"}
+        assert plugin(s).copies.puts
+    await until(lambda: not plugin(s).copies.puts)
+    extensions = [w.plugins["hoplite"] for w in (a, b)]
+    await until(lambda: not any(e.expected or e.puller.incoming or e.shelf.entries for e in extensions))
+    assert not plugin(s).directory.trees and not s.tasks
+
+
+@hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 2)
+async def test_a_worker_that_leaves_in_the_middle(c, s, a, b):
+    await c.register_plugin(Hoplite())
+    async with Worker(s.address, nthreads=1) as late:
+        x = hosted(c, 80_000_000, worker=a.address)
+        await x
+        broadcasting = asyncio.create_task(hoplite.broadcast(x, client=c))
+        await until(lambda: late.plugins["hoplite"].puller.incoming)
+    await asyncio.wait_for(broadcasting, 20)
+    assert len(s.tasks[x.key].who_has) == 2
+    assert np.array_equal(b.data[x.key], array(80_000_000))
