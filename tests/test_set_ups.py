@@ -11,7 +11,7 @@ import jsonschema
 import numpy as np
 import pytest
 import yaml
-from distributed import Client, Future, LocalCluster, Worker, get_client
+from distributed import Client, LocalCluster, Variable, Worker, get_client
 from distributed.security import Security
 from distributed.utils_test import gen_cluster, gen_test
 
@@ -47,7 +47,7 @@ def test_configuration():
     with pytest.raises(ValueError, match="byte unit"):
         Hoplite(min_size="a lot")
     with pytest.raises(ValueError, match="timeouts"):
-        Hoplite(stall_timeout=-1)
+        Hoplite(stall_timeout="0s")
 
 
 @gen_cluster(
@@ -120,13 +120,12 @@ async def test_gathering_inside_tasks_uses_the_workers_pulls():
         await c.wait_for_workers(2)
         a, b = cluster.scheduler.workers
         x = hosted(c, worker=a)
-        await x
+        await Variable("x", client=c).set(x)
 
-        def gather(key):
-            client = get_client()
-            return int(client.gather(Future(key, client=client)).sum(dtype=int))
+        def gather():
+            return int(get_client().gather(Variable("x").get()).sum(dtype=int))
 
-        totals = [c.submit(gather, x.key, workers=[b], pure=False) for _ in range(2)]
+        totals = [c.submit(gather, workers=[b], pure=False) for _ in range(2)]
         assert await c.gather(totals) == [array().sum(dtype=int)] * 2
         await until(lambda: plugin(cluster.scheduler).directory.bytes_in[b] >= 100_000)
 

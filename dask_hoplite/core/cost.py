@@ -22,9 +22,9 @@ class CostModel:
 
     Notes
     -----
-    Pipelined distribution of ``S`` bytes to ``n`` receivers costs about ``S/B + n·L`` in a chain and
-    ``d·S/B + L·log_d(n)`` in a tree whose nodes feed ``d`` children at a time, since these share the
-    node's link (Hoplite, SIGCOMM 2021, section 4; the LogP family of models before it).
+    Pipelined distribution of ``S`` bytes to ``n`` receivers costs about ``S/B + n·L`` in a chain,
+    and ``d·S/B + L·log_d(n)`` in a tree whose nodes feed ``d`` children at a time, since these
+    share the node's link (Hoplite, SIGCOMM 2021, section 4; the LogP family of models before it).
     """
 
     latency: float = 0.002
@@ -46,7 +46,8 @@ class CostModel:
         once = nbytes / self.bandwidth
         if fan_out == 1:
             return once + receivers * self.latency
-        depth = math.ceil(math.log(receivers * (fan_out - 1) + 1, fan_out) - 1e-9)
+        # d + d² + ... + d^depth receivers find a place
+        depth = math.ceil(math.log(receivers * (fan_out - 1) / fan_out + 1, fan_out) - 1e-9)
         return min(fan_out, receivers) * once + depth * self.latency
 
     def fan_out(self, nbytes: int, receivers: int) -> int:

@@ -48,9 +48,10 @@ class Directory:
 
     Notes
     -----
-    Each decision about a receiver has an epoch, from one counter that only grows. A report that
-    carries another epoch than the receiver's present one is about something that was overtaken, and
-    is dropped.
+    Each decision about a receiver has an epoch, from one counter that only grows. A receiver that
+    asks with another epoch than its present one has not heard of the latest decision, and is told
+    that again. What it has received is a fact in any epoch, but not in one from before its
+    transfer began: that was about another generation of the key, and is dropped.
     """
 
     def __init__(
@@ -65,12 +66,14 @@ class Directory:
         self.cost = cost or CostModel()
         self.stall_timeout = stall_timeout
         self.hosts: dict[str, str] = {}
+        self.crowds: Counter[str] = Counter()  # workers on each host
         self.trees: dict[Key, Tree] = {}
         self.epoch = 0
         self.ended: deque[dict[str, Any]] = deque(maxlen=history)
         self.bytes_in: Counter[str] = Counter()
         self.bytes_out: Counter[str] = Counter()
         self.now = 0.0
+        self._settling: dict[Key, None] = {}  # nobody receives them, but see :meth:`_tidy`
 
     def handle(self, event: Event, now: float) -> list[Instruction]:
         """Take an event in, and say what is to be done.
@@ -87,6 +90,8 @@ class Directory:
         list of Instruction
         """
         self.now = now
+        for key in list(self._settling):
+            self._tidy(self.trees[key])
         return self._handle(event)
 
     @singledispatchmethod
@@ -97,14 +102,19 @@ class Directory:
 
     @_handle.register
     def _joined(self, event: WorkerJoined) -> list[Instruction]:
+        if event.worker not in self.hosts:
+            self.crowds[event.host] += 1
         self.hosts[event.worker] = event.host
+        for tree in self.trees.values():
+            for transfer in tree.transfers.values():
+                transfer.tried.pop(event.worker, None)  # that was another life of it
         return []
 
     @_handle.register
     def _left(self, event: WorkerLeft) -> list[Instruction]:
         orphans: list[tuple[Tree, Transfer]] = []
         for tree in list(self.trees.values()):
-            tree.landed.discard(event.worker)
+            tree.landed.pop(event.worker, None)
             for orphan in tree.orphans(event.worker):
                 orphan.tried[event.worker] = "left the cluster"
                 self._note(orphan, "source left")
@@ -113,7 +123,9 @@ class Directory:
             gone = tree.transfers.get(event.worker)
             if gone is not None:
                 self._end(tree, gone, "receiver left")
-        self.hosts.pop(event.worker, None)
+            self._tidy(tree)
+        if (host := self.hosts.pop(event.worker, None)) is not None:
+            self.crowds[host] -= 1
         return [told for tree, orphan in orphans for told in self._decide(tree, orphan)]
 
     # Receivers
@@ -121,13 +133,12 @@ class Directory:
     @_handle.register
     def _wanted(self, event: Wanted) -> list[Instruction]:
         tree = self._tree(event.key, event.nbytes)
-        tree.fan_out = self.cost.fan_out(
-            event.nbytes, max(event.expected, len(tree.transfers) + 1)
-        )
+        receivers = max(event.expected, len(tree.transfers) + 1)
+        tree.widen(self.cost.fan_out(event.nbytes, receivers))
         transfer = tree.transfers.get(event.receiver)
         if transfer is None:
             transfer = self._begin(tree, event.receiver)
-        transfer.heard = self.now
+        self._hear(tree, transfer)
         self._advance(transfer, event.received)
         return self._decide(tree, transfer)
 
@@ -139,7 +150,7 @@ class Directory:
 
     @_handle.register
     def _progressed(self, event: Progressed) -> list[Instruction]:
-        transfer = self._present(event)
+        transfer = self._concerned(event)
         if transfer is not None:
             self._advance(transfer, event.received)
         return []
@@ -152,16 +163,19 @@ class Directory:
         self._advance(transfer, event.received)
         tree = self.trees[event.key]
         source = transfer.source
-        peer = tree.transfers.get(source) if source is not None else None
-        if source is None or (peer is None and source not in self.hosts):
+        if source is None:
+            return self._decide(tree, transfer)
+        peer = tree.transfers.get(source)
+        if peer is None and source not in self.hosts:
             # A push from outside: only whoever pushes can do something about it.
             return [Wait(event.key, event.receiver, event.epoch, "the sender is outside")]
-        if peer is not None and peer.received <= transfer.received:
-            silent = self.now - peer.heard
-            if silent <= 2 * self.stall_timeout:
-                reason = f"{source} waits for its own source"
-                return [Wait(event.key, event.receiver, event.epoch, reason)]
-            why = f"silent for {silent:.1f} s"
+        if peer is not None and self.now - peer.heard > 2 * self.stall_timeout:
+            # Its source is free for the one that it left waiting.
+            tree.mute(peer)
+            why = f"silent for {self.now - peer.heard:.1f} s"
+        elif peer is not None and peer.received <= transfer.received:
+            reason = f"{source} waits for its own source"
+            return [Wait(event.key, event.receiver, event.epoch, reason)]
         else:
             why = f"sent nothing for {self.stall_timeout:.1f} s"
         return self._replace_source(tree, transfer, why)
@@ -176,25 +190,26 @@ class Directory:
 
     @_handle.register
     def _finished(self, event: Finished) -> list[Instruction]:
-        transfer = self._present(event)
+        transfer = self._concerned(event)
         if transfer is None:
             return []
         tree = self.trees[event.key]
-        self.cost.learn(
-            latency=event.latency / max(transfer.depth, 1),
-            nbytes=tree.nbytes - transfer.resumed_from,
-            seconds=event.seconds,
-        )
+        if transfer.epoch == event.epoch and transfer.keeps_busy:  # it came over the network
+            self.cost.learn(
+                latency=event.latency / max(transfer.depth, 1),
+                nbytes=tree.nbytes - transfer.resumed_from,
+                seconds=event.seconds,
+            )
         self._advance(transfer, tree.nbytes)
         transfer.path = event.path
         self._note(transfer, "finished")
-        tree.land(transfer)
+        tree.land(transfer, self.now)
         self._tidy(tree)
         return []
 
     @_handle.register
     def _abandoned(self, event: Abandoned) -> list[Instruction]:
-        transfer = self._present(event)
+        transfer = self._concerned(event)
         if transfer is not None:
             self._advance(transfer, event.received)
             self._end(self.trees[event.key], transfer, event.reason)
@@ -203,6 +218,7 @@ class Directory:
     @_handle.register
     def _released(self, event: Released) -> list[Instruction]:
         tree = self.trees.pop(event.key, None)
+        self._settling.pop(event.key, None)
         if tree is None:
             return []
         instructions: list[Instruction] = []
@@ -220,6 +236,7 @@ class Directory:
             self._note(transfer, "asked again")
             tree.disconnect(transfer)
         # Whoever landed is a complete copy that ``holders`` may not know yet.
+        self._forget_landed(tree)
         whole = {*self.holders(tree.key), *tree.landed}
         choice = tree.choose(transfer, whole)
         if choice is not None:
@@ -233,7 +250,7 @@ class Directory:
         source = transfer.source
         if source is not None:
             transfer.tried[source] = why
-            tree.landed.discard(source)
+            tree.landed.pop(source, None)
             self._note(transfer, why)
             tree.disconnect(transfer)
         return self._decide(tree, transfer)
@@ -243,7 +260,19 @@ class Directory:
         transfer.start = transfer.heard = self.now
         transfer.resumed_from = transfer.received
         tree.connect(transfer, choice, self.epoch)
-        return Pull(tree.key, transfer.receiver, choice.source, self.epoch, choice.reason)
+        return self._pull(transfer)
+
+    def _pull(self, transfer: Transfer) -> Pull:
+        assert transfer.source is not None
+        host = self.hosts.get(transfer.receiver)
+        return Pull(
+            transfer.key,
+            transfer.receiver,
+            transfer.source,
+            transfer.epoch,
+            transfer.reason,
+            shares_host=self.crowds[host] > 1 if host is not None else False,
+        )
 
     # Bookkeeping
 
@@ -253,11 +282,12 @@ class Directory:
         return self.trees[key]
 
     def _begin(self, tree: Tree, receiver: str) -> Transfer:
-        known = tree.transfers.get(receiver)
+        known = tree.remove(receiver)
         if known is not None:
-            self._end(tree, known, "begun anew")
-        transfer = Transfer(tree.key, receiver, tree.nbytes, start=self.now, heard=self.now)
-        tree.landed.discard(receiver)
+            self._note(known, "begun anew")
+        transfer = Transfer(tree.key, receiver, tree.nbytes, since=self.epoch)
+        transfer.start = transfer.heard = self.now
+        tree.landed.pop(receiver, None)
         tree.add(transfer)
         return transfer
 
@@ -268,19 +298,44 @@ class Directory:
 
     def _tidy(self, tree: Tree) -> None:
         """Keep no row that says only what Dask knows by itself."""
-        if not tree.transfers:
-            tree.landed.difference_update(self.holders(tree.key))
-            if not tree.landed and self.trees.get(tree.key) is tree:
-                del self.trees[tree.key]
+        if tree.transfers or self.trees.get(tree.key) is not tree:
+            return
+        self._forget_landed(tree)
+        if tree.landed:
+            self._settling[tree.key] = None  # look again at the next event
+        else:
+            self._settling.pop(tree.key, None)
+            del self.trees[tree.key]
 
-    def _present(self, event: Any) -> Transfer | None:
-        """The transfer that a report is about, unless it was overtaken."""
+    def _forget_landed(self, tree: Tree) -> None:
+        """Leave those who landed to Dask as soon as it knows them.
+
+        Some it never does, for they have dropped their copy at once.
+        """
+        if tree.landed:
+            known = set(self.holders(tree.key))
+            for worker, since in list(tree.landed.items()):
+                if worker in known or self.now - since > 10 * self.stall_timeout:
+                    del tree.landed[worker]
+
+    def _hear(self, tree: Tree, transfer: Transfer) -> None:
+        transfer.heard = self.now
+        if transfer.silent:
+            tree.unmute(transfer)
+
+    def _concerned(self, event: Any) -> Transfer | None:
+        """The transfer that a report is about, though it may not know of the latest decision."""
         tree = self.trees.get(event.key)
         transfer = tree.transfers.get(event.receiver) if tree is not None else None
-        if transfer is None or transfer.epoch != event.epoch:
+        if tree is None or transfer is None or event.epoch <= transfer.since:
             return None
-        transfer.heard = self.now
+        self._hear(tree, transfer)
         return transfer
+
+    def _present(self, event: Any) -> Transfer | None:
+        """The transfer that a report is about, unless it was overtaken by another decision."""
+        transfer = self._concerned(event)
+        return transfer if transfer is not None and transfer.epoch == event.epoch else None
 
     def _overtaken(self, event: Stalled | SourceFailed) -> list[Instruction]:
         """Answer a receiver that asks on behalf of an epoch that is over."""
@@ -290,9 +345,7 @@ class Directory:
             return [NoSource(event.key, event.receiver, {}, "the object was released")]
         if transfer.source is None:
             return self._decide(tree, transfer)  # type: ignore[arg-type]
-        return [
-            Pull(event.key, event.receiver, transfer.source, transfer.epoch, transfer.reason)
-        ]
+        return [self._pull(transfer)]
 
     def _advance(self, transfer: Transfer, received: int) -> None:
         """Note how far a receiver is. Less than before means that it had to start again."""

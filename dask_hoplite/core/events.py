@@ -44,7 +44,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
-    """Somebody outside the cluster (a client, the scheduler) starts to push an object to a worker."""
+    """Somebody outside the cluster (a client, the scheduler) starts to push to a worker."""
 
     key: Key
     receiver: str

@@ -34,7 +34,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class NoSource:
-    """Nobody can give ``receiver`` the object; ``tried`` holds the sources that failed it, and why."""
+    """Nobody can give ``receiver`` the object; ``tried`` are the sources that failed, and why."""
 
     key: Key
     receiver: str

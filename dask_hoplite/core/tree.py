@@ -26,6 +26,9 @@ class Transfer:
     resumed_from: int = 0
     start: float = 0.0
     heard: float = 0.0  #: when the receiver last said anything
+    silent: bool = False  #: it seems to be frozen or cut off
+    since: int = 0  #: all epochs of this transfer are greater
+    keeps_busy: str | None = None  #: host in whose load it is counted
     tried: dict[str, str] = field(default_factory=dict)  #: sources that failed it, and why
 
 
@@ -60,7 +63,7 @@ class Tree:
         self.hosts = hosts
         self.fan_out = 1
         self.transfers: dict[str, Transfer] = {}
-        self.landed: set[str] = set()
+        self.landed: dict[str, float] = {}  # and when
         self.children: defaultdict[str, set[str]] = defaultdict(set)
         self._on_host: defaultdict[str, set[str]] = defaultdict(set)
         self._load: Counter[str] = Counter()  # children on other hosts, by the source's host
@@ -87,9 +90,7 @@ class Tree:
         transfer.reason = choice.reason
         transfer.epoch = epoch
         self.children[choice.source].add(transfer.receiver)
-        host = self.hosts.get(choice.source)
-        if host is not None and host != self.hosts.get(transfer.receiver):
-            self._load[host] += 1
+        self._count(transfer)
         self._offer(transfer)
 
     def disconnect(self, transfer: Transfer) -> None:
@@ -100,12 +101,27 @@ class Tree:
         self.children[source].discard(transfer.receiver)
         if not self.children[source]:
             del self.children[source]
-        host = self.hosts.get(source)
-        if host is not None and host != self.hosts.get(transfer.receiver):
-            self._load[host] -= 1
-            for worker in self._on_host[host]:
-                if worker in self.transfers:
-                    self._offer(self.transfers[worker])
+        self._discount(transfer)
+
+    def mute(self, transfer: Transfer) -> None:
+        """A receiver is silent: do not offer it as a source, nor count it as a load to its own."""
+        transfer.silent = True
+        self._discount(transfer)
+
+    def unmute(self, transfer: Transfer) -> None:
+        """A silent receiver is there again, and still fed by the same source."""
+        transfer.silent = False
+        if transfer.source is not None:
+            self._count(transfer)
+            self._offer(transfer)
+
+    def widen(self, fan_out: int) -> None:
+        """Let hosts feed another number of others at a time."""
+        if fan_out > self.fan_out:
+            self.fan_out = fan_out
+            for transfer in self.transfers.values():
+                self._offer(transfer)  # many had no place before
+        self.fan_out = fan_out
 
     def remove(self, worker: str) -> Transfer | None:
         """Forget a receiver; those that it feeds keep their edge until they ask again."""
@@ -115,29 +131,41 @@ class Tree:
             self._on_host[self.hosts.get(worker, "")].discard(worker)
         return transfer
 
-    def land(self, transfer: Transfer) -> None:
+    def land(self, transfer: Transfer, now: float) -> None:
         """A receiver has become a complete copy."""
         self.remove(transfer.receiver)
-        self.landed.add(transfer.receiver)
+        self.landed[transfer.receiver] = now
 
     def orphans(self, source: str) -> list[Transfer]:
         """The receivers that a source feeds."""
         fed = self.children.get(source, ())
         return [self.transfers[receiver] for receiver in sorted(fed) if receiver in self.transfers]
 
-    def is_below(self, worker: str, ancestor: str) -> bool:
-        """Whether what a worker receives has passed, or will pass, through ``ancestor``."""
-        if ancestor not in self.children:
-            return False
-        seen = 0
-        while worker != ancestor:
-            transfer = self.transfers.get(worker)
-            if transfer is None or transfer.source is None:
-                return False
-            worker = transfer.source
-            seen += 1
-            assert seen <= len(self.transfers) + 1, f"cycle in {self!r}"
-        return True
+    def below(self, worker: str) -> set[str]:
+        """Those whose bytes have passed, or will pass, through a worker."""
+        found: set[str] = set()
+        ahead = [worker]
+        while ahead:
+            for child in self.children.get(ahead.pop(), ()):
+                if child not in found:
+                    found.add(child)
+                    ahead.append(child)
+        return found
+
+    def _count(self, transfer: Transfer) -> None:
+        """Count a transfer as a load to its source's host, if it leaves that host."""
+        host = self.hosts.get(transfer.source or "")
+        if host is not None and host != self.hosts.get(transfer.receiver):
+            self._load[host] += 1
+            transfer.keeps_busy = host
+
+    def _discount(self, transfer: Transfer) -> None:
+        host, transfer.keeps_busy = transfer.keeps_busy, None
+        if host is not None:
+            self._load[host] -= 1
+            for worker in sorted(self._on_host[host]):
+                if worker in self.transfers:
+                    self._offer(self.transfers[worker])
 
     def _offer(self, transfer: Transfer) -> None:
         self._pushes += 1
@@ -170,10 +198,13 @@ class Tree:
         Choice or None
             None if nobody is left.
         """
-        whole = [w for w in whole if self._eligible(w, transfer)]
+        below = self.below(transfer.receiver)
+        whole = [w for w in whole if w not in below and self._eligible(w, transfer)]
+        if not whole and len(below) + 1 >= len(self.transfers):
+            return None  # soon known, as when the last copy is lost
         host = self.hosts.get(transfer.receiver)
         here = [w for w in whole if self.hosts[w] == host]
-        here += [w for w in self._on_host[host or ""] if self._may_feed(w, transfer)]
+        here += [w for w in self._on_host[host or ""] if self._may_feed(w, transfer, below)]
         if here:
             source = min(here, key=lambda w: (self._fed_by(w), self._depth(w), w))
             return Choice(source, self._depth(source), "on the same host")
@@ -181,16 +212,16 @@ class Tree:
         if idle:
             source = min(idle, key=lambda w: (self._load[self.hosts[w]], self._fed_by(w), w))
             return Choice(source, 0, "a complete copy that is free")
-        source = self._nearest_open(transfer)
-        if source is not None:
-            return Choice(source, self._depth(source), "the nearest receiver that is free")
-        rest = whole + [w for w in self.transfers if self._may_feed(w, transfer)]
+        nearest = self._nearest_open(transfer, below)
+        if nearest is not None:
+            return Choice(nearest, self._depth(nearest), "the nearest receiver that is free")
+        rest = whole + [w for w in self.transfers if self._may_feed(w, transfer, below)]
         if not rest:
             return None
         source = min(rest, key=lambda w: (self._load[self.hosts[w]], self._depth(w), w))
         return Choice(source, self._depth(source), "all are busy; this one feeds the fewest")
 
-    def _nearest_open(self, transfer: Transfer) -> str | None:
+    def _nearest_open(self, transfer: Transfer, below: set[str]) -> str | None:
         """Pop candidates off the heap; what is skipped for this receiver alone goes back."""
         skipped = []
         found = None
@@ -202,7 +233,7 @@ class Tree:
                 continue  # an outdated offer
             if self._load[self.hosts[worker]] >= self.fan_out:
                 continue  # it is offered anew when its host has a place again
-            if peer is not transfer and self._may_feed(worker, transfer):
+            if peer is not transfer and self._may_feed(worker, transfer, below):
                 found = worker
             skipped.append(entry)
         for entry in skipped:
@@ -210,18 +241,17 @@ class Tree:
         return found
 
     def _eligible(self, worker: str, transfer: Transfer) -> bool:
-        return (
-            worker != transfer.receiver and worker in self.hosts and worker not in transfer.tried
-        )
+        return worker != transfer.receiver and worker in self.hosts and worker not in transfer.tried
 
-    def _may_feed(self, worker: str, transfer: Transfer) -> bool:
+    def _may_feed(self, worker: str, transfer: Transfer, below: set[str]) -> bool:
         """Whether a receiver of the object may feed another one."""
         peer = self.transfers.get(worker)
         return (
             peer is not None
             and peer.source is not None
+            and not peer.silent
+            and worker not in below
             and self._eligible(worker, transfer)
-            and not self.is_below(worker, transfer.receiver)
         )
 
     def _fed_by(self, worker: str) -> int:

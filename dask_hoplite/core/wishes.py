@@ -8,7 +8,7 @@ from dask_hoplite.core.events import Key
 
 
 class Wishes:
-    """Standing wishes: an object is to be on these workers, or on all of them, late ones included."""
+    """Standing wishes: an object is to be on these workers, or on all, late ones included."""
 
     def __init__(self) -> None:
         self._wishes: dict[Key, frozenset[str] | None] = {}
@@ -40,7 +40,7 @@ class Wishes:
     def targets(self, key: Key, workers: Collection[str]) -> set[str]:
         """Those of ``workers`` that are to have the object."""
         wish = self._wishes.get(key, frozenset())
-        return set(workers) if wish is None else wish & set(workers)
+        return set(workers) if wish is None else set(workers) & wish
 
     def of(self, worker: str) -> list[Key]:
         """The objects that a worker is to have."""
