@@ -582,12 +582,14 @@ def test_depth_in_the_cost_model():
 
 
 def test_learning():
-    cost = CostModel(latency=1.0, bandwidth=100.0, weight=0.5)
+    cost = CostModel(latency=1.0, bandwidth=100.0, weight=0.125)
     cost.learn(latency=0.0, nbytes=1000, seconds=2.0)
     assert cost.latency == pytest.approx(0.5, rel=1e-5)
     assert cost.bandwidth == 100.0  # it was over too soon to say
-    cost.learn(latency=0.5, nbytes=3000, seconds=10.0)
+    cost.learn(latency=0.5, nbytes=9000, seconds=10.0)
     assert cost.bandwidth == 200.0
+    cost.learn(latency=8.5, nbytes=1, seconds=1.0)
+    assert cost.latency == pytest.approx(0.75, rel=1e-5)  # a high sample counts for less
 
 
 def test_hops_within_a_host_say_nothing_about_the_network():

@@ -18,7 +18,7 @@ class CostModel:
     bandwidth : float
         Bytes per second of one host's link.
     weight : float
-        Share of a new sample in the running mean.
+        Share of a new sample in the running mean of the bandwidth.
 
     Notes
     -----
@@ -37,7 +37,11 @@ class CostModel:
         Transfers that took less than ten latencies say more about latency than about bandwidth, and
         are not used for the latter.
         """
-        self.latency += self.weight * (max(latency, 1e-6) - self.latency)
+        sample = max(latency, 1e-6)
+        # What else keeps the two ends busy only ever adds to it: the low samples say what a hop
+        # costs, the high ones how much there is to do.
+        weight = min(4 * self.weight, 1) if sample < self.latency else self.weight / 4
+        self.latency += weight * (sample - self.latency)
         if seconds > 10 * self.latency:
             self.bandwidth += self.weight * (nbytes / seconds - self.bandwidth)
 

@@ -133,8 +133,8 @@ class Directory:
     @_handle.register
     def _wanted(self, event: Wanted) -> list[Instruction]:
         tree = self._tree(event.key, event.nbytes)
-        receivers = max(event.expected, len(tree.transfers) + 1)
-        tree.widen(self.cost.fan_out(event.nbytes, receivers))
+        tree.receivers = max(event.expected, len(tree.transfers) + 1)
+        tree.widen(self.cost.fan_out(event.nbytes, tree.receivers))
         transfer = tree.transfers.get(event.receiver)
         if transfer is None:
             transfer = self._begin(tree, event.receiver)
@@ -272,6 +272,7 @@ class Directory:
             transfer.epoch,
             transfer.reason,
             shares_host=self.crowds[host] > 1 if host is not None else False,
+            hops=self.trees[transfer.key].receivers,
         )
 
     # Bookkeeping

@@ -11,7 +11,8 @@ from dask_hoplite.core.events import Key
 class Pull:
     """Let ``receiver`` take the object from ``source``; all reports about it carry ``epoch``.
 
-    ``shares_host``: whether there are other workers on the receiver's host.
+    ``shares_host``: whether there are other workers on the receiver's host; ``hops``: how many
+    receivers there may be in a row.
     """
 
     key: Key
@@ -20,6 +21,7 @@ class Pull:
     epoch: int
     reason: str
     shares_host: bool = False
+    hops: int = 1
 
 
 @dataclass(frozen=True, slots=True)

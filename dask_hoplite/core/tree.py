@@ -62,6 +62,7 @@ class Tree:
         self.nbytes = nbytes
         self.hosts = hosts
         self.fan_out = 1
+        self.receivers = 1  #: about how many there are, or will be
         self.transfers: dict[str, Transfer] = {}
         self.landed: dict[str, float] = {}  # and when
         self.children: defaultdict[str, set[str]] = defaultdict(set)

@@ -23,9 +23,8 @@ from dask_hoplite.transfer.buffer import Buffer
 PIECE = 4 * 2**20
 
 #: Each wake-up costs some 0.1 ms of a core, whatever it brings, and so it pays to let bytes gather.
-#: A hop may be late by this share of the whole transfer, within these bounds in seconds.
-import os
-GATHER_SHARE, GATHER_LEAST, GATHER_MOST = map(float, os.environ.get("HG","0.002 0.0005 0.005").split())
+#: All hops together may be late by this share of the whole transfer; one by so many seconds.
+GATHER_SHARE, GATHER_MOST = 1 / 60, 0.005
 
 
 def path(comm: Comm, address: str) -> str:
@@ -59,8 +58,17 @@ async def send(comm: Comm, buffer: Buffer, offset: int) -> None:
         raise
 
 
-async def receive(comm: Comm, buffer: Buffer) -> None:
+async def receive(comm: Comm, buffer: Buffer, hops: int = 1) -> None:
     """Take all bytes that are still missing.
+
+    Parameters
+    ----------
+    comm : Comm
+        Where they come from.
+    buffer : Buffer
+        Where they go.
+    hops : int
+        How many receivers there may be in a row, of which this is one.
 
     Raises
     ------
@@ -69,7 +77,7 @@ async def receive(comm: Comm, buffer: Buffer) -> None:
     """
     try:
         if isinstance(comm, TCP):
-            await _receive_stream(comm, buffer)
+            await _receive_stream(comm, buffer, hops)
         else:
             while not buffer.complete:
                 buffer.advance(await _read_message(comm, buffer))
@@ -81,8 +89,8 @@ async def receive(comm: Comm, buffer: Buffer) -> None:
         raise
 
 
-async def _receive_stream(comm: TCP, buffer: Buffer) -> None:
-    gathering = None if isinstance(comm, TLS) else Gathering(_stream(comm), buffer)
+async def _receive_stream(comm: TCP, buffer: Buffer, hops: int) -> None:
+    gathering = None if isinstance(comm, TLS) else Gathering(_stream(comm), buffer, hops)
     try:
         while not buffer.complete:
             view = buffer.piece(buffer.received, buffer.received + PIECE)
@@ -143,8 +151,9 @@ class Gathering:
     the wire are not those that we count.
     """
 
-    def __init__(self, stream: IOStream, buffer: Buffer):
+    def __init__(self, stream: IOStream, buffer: Buffer, hops: int):
         self.socket: socket.socket = stream.socket
+        self.share = GATHER_SHARE / hops
         self.buffer = buffer
         self.start = monotonic()
         self.first = buffer.received
@@ -155,7 +164,7 @@ class Gathering:
         missing = self.buffer.nbytes - self.buffer.received
         elapsed = monotonic() - self.start
         rate = (self.buffer.received - self.first) / max(elapsed, 1e-6)
-        delay = min(max(self.buffer.nbytes / rate * GATHER_SHARE, GATHER_LEAST), GATHER_MOST)
+        delay = min(self.buffer.nbytes / rate * self.share, GATHER_MOST)
         mark = max(min(int(rate * delay), missing, PIECE), 1)
         if self.mark > missing or not self.mark / 2 < mark < self.mark * 2:
             self._set(mark)

@@ -53,6 +53,7 @@ async def take(
     receiver: str,
     buffer: Buffer | None,
     begin: Callable[[Layout, dict[str, Any] | None], Buffer],
+    hops: int = 1,
 ) -> str:
     """Take from one source what is missing of an object.
 
@@ -72,6 +73,8 @@ async def take(
         Given the layout, and the handle of shared memory if there is one, makes the buffer. Called
         if there is none, or if it was of another serialisation than the source's. May raise OSError
         if the memory cannot be had, and is then called without handle.
+    hops : int
+        How many receivers there may be in a row.
 
     Returns
     -------
@@ -114,7 +117,7 @@ async def take(
                 return "shared memory"
         if buffer is None or buffer.layout.identity != layout.identity:
             buffer = begin(layout, None)
-        await receive(comm, buffer)
+        await receive(comm, buffer, hops)
         return path(comm, source)
     finally:
         rpc.reuse(source, comm)
@@ -140,6 +143,7 @@ class Incoming:
         self.source = ""
         self.path = ""
         self.shares_host = False
+        self.hops = 1
         self.waiters = 0
         self.asked = self.first_byte = self.start = self.stop = monotonic()
         self.task = asyncio.create_task(self._run(), name=f"hoplite-pull-{key}")
@@ -199,7 +203,7 @@ class Incoming:
             if not isinstance(told, Pull):
                 raise NotInstalledError("the scheduler has no Hoplite")
             self.source, self.epoch = told.source, told.epoch
-            self.shares_host = told.shares_host
+            self.shares_host, self.hops = told.shares_host, told.hops
             try:
                 instead = await self._follow()
             except OSError as error:
@@ -222,6 +226,7 @@ class Incoming:
                 receiver=puller.address,
                 buffer=self.buffer,
                 begin=self.begin,
+                hops=self.hops,
             )
         )
         try:

@@ -1,0 +1,136 @@
+"""The systems take turns: the loops over operations, sizes, repetitions and systems."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from benchmarks.cluster import ClientError, ClientTimeout, Cluster
+from benchmarks.laboratory import Laboratory
+from benchmarks.workloads import OPS
+
+#: In these, plain Dask's memory manager drops copies while others are being made, so that a single
+#: repetition can take minutes.
+SLOW_IN_PLAIN = ("scatter", "scatter-plain-client", "replicate")
+
+Record = dict[str, object]
+
+
+@dataclass
+class Comparison:
+    """How the systems are compared.
+
+    Parameters
+    ----------
+    clusters : list of Cluster
+        One per system; all are up, and all but one are idle at any time.
+    reps, slow_reps : int
+        Repetitions, and those of plain Dask in the operations where it is slow.
+    timeout : float
+        Seconds after which an operation is given up.
+    later : float
+        Copies are counted at the end of an operation and again this many seconds later.
+    goodput : float, optional
+        Bytes per second of a link; gives the limit. None if there are no links.
+    """
+
+    clusters: list[Cluster]
+    reps: int = 3
+    slow_reps: int = 1
+    timeout: float = 150
+    later: float = 10
+    goodput: float | None = None
+
+    def ops(self, ops: list[str], sizes: list[int]) -> Iterator[Record]:
+        """Measure operations; a record is yielded as soon as it is there."""
+        for op in ops:
+            warm_up = partial(self._operation, op=op, nbytes=min(sizes), later=0)
+            for cluster in self.clusters:
+                warm_up(cluster)
+            slow = ["plain"] if op in SLOW_IN_PLAIN else []
+            for nbytes in sizes:
+                measure = partial(self._operation, op=op, nbytes=nbytes, later=self.later)
+                for record in self._take_turns(measure, warm_up, slow):
+                    yield {"op": op, "nbytes": nbytes, **record}
+
+    def effects(self, effects: list[str], shrink: int) -> Iterator[Record]:
+        """Measure side effects; a record is yielded as soon as it is there."""
+        for effect in effects:
+            measure = partial(self._effect, effect=effect, shrink=shrink)
+            for cluster in self.clusters:
+                measure(cluster)
+            for record in self._take_turns(measure, warm_up=measure):
+                yield {"effect": effect, **record}
+
+    def _take_turns(
+        self,
+        measure: Callable[[Cluster], Record],
+        warm_up: Callable[[Cluster], Record],
+        slow: Collection[str] = (),
+    ) -> Iterator[Record]:
+        """Repeat a measurement; each time, another system is the first."""
+        given_up = set()
+        for rep in range(self.reps):
+            for cluster in self.clusters[:: -1 if rep % 2 else 1]:
+                reps = self.slow_reps if cluster.system in slow else self.reps
+                if rep >= reps or cluster in given_up:
+                    continue
+                record = measure(cluster)
+                yield {"system": cluster.system, "rep": rep, **record}
+                if "error" in record:
+                    given_up.add(cluster)
+                    warm_up(cluster)  # it is a fresh one by now
+
+    def _operation(self, cluster: Cluster, op: str, nbytes: int, later: float) -> Record:
+        record: Record = {}
+        if self.goodput:
+            crossings = OPS[op].crossings(cluster.workers, cluster.per_host)
+            record["limit"] = crossings * nbytes / self.goodput
+        with self._restarted_on_error(cluster, record):
+            client = cluster.client(registers=op != "scatter-plain-client")
+            client.call("prepare", op=op, nbytes=nbytes)
+            with count_bytes(cluster, record):
+                record |= client.call("run", timeout=self.timeout)
+            end = time.monotonic()
+            record["correct"] = client.call("correct")
+            if OPS[op].makes_copies:
+                time.sleep(max(0, end + later - time.monotonic()))
+                record["copies_later"] = client.call("copies")
+            client.call("release")
+        return record
+
+    def _effect(self, cluster: Cluster, effect: str, shrink: int) -> Record:
+        record: Record = {}
+        with self._restarted_on_error(cluster, record):
+            arguments = {"name": effect, "shrink": shrink}
+            record["figures"] = cluster.client().call("effect", timeout=self.timeout, **arguments)
+        return record
+
+    @contextlib.contextmanager
+    def _restarted_on_error(self, cluster: Cluster, record: Record) -> Iterator[None]:
+        """Note an error rather than end the run, and go on with a fresh cluster."""
+        try:
+            yield
+        except ClientError as error:
+            record["error"] = str(error)
+            record["timeout"] = self.timeout if isinstance(error, ClientTimeout) else None
+            cluster.restart()
+            with contextlib.suppress(ClientError):
+                cluster.client()  # the others must not be measured while this one starts
+
+
+@contextlib.contextmanager
+def count_bytes(cluster: Cluster, record: Record) -> Iterator[None]:
+    """Note how many bytes enter and leave each host of a laboratory within the block."""
+    lab = cluster.place
+    if not isinstance(lab, Laboratory):
+        yield
+        return
+    before = {host: lab.counters(host) for host in lab.hosts}
+    yield
+    after = {host: lab.counters(host) for host in lab.hosts}
+    for index, name in enumerate(("entered", "left")):
+        record[name] = {str(host): after[host][index] - before[host][index] for host in lab.hosts}

@@ -1,0 +1,230 @@
+"""What the measurements look like: a file of JSON lines, tables and a picture."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from dask.utils import format_bytes
+from rich.table import Table
+
+from benchmarks.cluster import ROOT, SYSTEMS
+from benchmarks.measure import Record
+
+COLOURS = {"plain": "#8c8c8c", "hoplite": "#d1495b"}
+COLUMNS_OF_LINKS = ["limit s", "× limit", "most in", "most out"]
+COLUMNS = ["op", "size", "system", "n", "median s", "min to max", "limit s", "× limit", "× plain"]
+CAPTION = (
+    "Medians. × plain: over plain Dask's median. most in, most out: bytes at the busiest host, in "
+    "arrays. copies: on return; later: some seconds after it. Plain Dask repeats scatter and "
+    "replicate less often (--slow-reps)."
+)
+COLUMNS += ["most in", "most out", "copies", "later", "values"]
+
+
+def header(**more: object) -> Record:
+    """What has to be known about a run besides its records."""
+    versions = {"python": platform.python_version(), "kernel": platform.release()}
+    for package in ("dask", "distributed", "numpy", "dask_hoplite"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": sys.argv[1:],
+        "versions": versions,
+        "commit": commit or None,
+        "cpus": os.cpu_count(),
+        **more,
+    }
+
+
+def append(path: Path, record: Record) -> None:
+    """Add a line to a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def read(path: Path) -> tuple[Record, list[Record]]:
+    """Read the header and the records of a file."""
+    first, *records = map(json.loads, path.read_text().splitlines())
+    return first, records
+
+
+def line(record: Record) -> str:
+    """One repetition in a line."""
+    words = [record.get("op") or record["effect"], record["system"], f"#{record['rep'] + 1}:"]
+    if "nbytes" in record:
+        words.insert(1, format_bytes(record["nbytes"]))
+    if "error" in record:
+        words.append(record["error"])
+    elif "figures" in record:
+        words.append(", ".join(f"{name}: {value:.3g}" for name, value in record["figures"].items()))
+    else:
+        words.append(f"{record['seconds']:.3f} s")
+        if "limit" in record:
+            words.append(f"({over_limit(record):.2f} × the limit)")
+        if not record["correct"]:
+            words.append("WRONG VALUES")
+    return " ".join(words)
+
+
+def ops_table(records: list[Record]) -> Table:
+    """One row per operation, size and system."""
+    limited = any("limit" in record for record in records)
+    columns = [name for name in COLUMNS if limited or name not in COLUMNS_OF_LINKS]
+    table = Table(*columns)
+    for (op, nbytes), rows in grouped(records, "op", "nbytes").items():
+        for (system,), mine in grouped(rows, "system").items():
+            cells = {"op": op, "size": format_bytes(nbytes), "system": system}
+            cells |= summary(mine, others=rows)
+            table.add_row(*(cells.get(name, "") for name in columns))
+        table.add_section()
+    table.caption = CAPTION
+    return table
+
+
+def summary(rows: list[Record], others: list[Record]) -> dict[str, str]:
+    """Cells of the table for the repetitions of a system; some of the others may be plain Dask."""
+    good = [row for row in rows if is_good(row)]
+    cells = {"n": str(len(good)), "values": "ok"}
+    if "limit" in rows[0]:
+        cells["limit s"] = f"{rows[0]['limit']:.3f}"
+    if not all(row["correct"] for row in good):
+        cells["values"] = "WRONG"
+    if len(good) < len(rows):
+        cells["values"] = rows[-1]["error"]
+    if not good:
+        return cells
+    seconds = sorted(row["seconds"] for row in good)
+    cells["median s"] = f"{statistics.median(seconds):.3f}"
+    cells["min to max"] = f"{seconds[0]:.3f} to {seconds[-1]:.3f}"
+    plain = [row["seconds"] for row in others if is_good(row) and row["system"] == "plain"]
+    if plain:
+        cells["× plain"] = f"{statistics.median(seconds) / statistics.median(plain):.2f}"
+    if "limit" in good[0]:
+        cells["× limit"] = f"{statistics.median(map(over_limit, good)):.2f}"
+        cells["most in"] = crossed(good, "entered")
+        cells["most out"] = crossed(good, "left")
+    if good[0]["copies"] is not None:
+        cells["copies"] = spread(row["copies"] for row in good)
+        cells["later"] = spread(row["copies_later"] for row in good)
+    return cells
+
+
+def effects_table(records: list[Record]) -> Table:
+    """One row per figure."""
+    table = Table("figure (median)", "n", *SYSTEMS, "hoplite/plain")
+    figures: dict[str, dict[str, list[float]]] = {}
+    for record in filter(is_good, records):
+        for name, value in record["figures"].items():
+            figures.setdefault(name, {}).setdefault(record["system"], []).append(value)
+    for name, by_system in figures.items():
+        medians = {system: statistics.median(values) for system, values in by_system.items()}
+        shown = [f"{medians[system]:.3g}" if system in medians else "" for system in SYSTEMS]
+        ratio = ""
+        # The ratio of two growths that are almost nothing would say nothing.
+        if all(medians.get(system) for system in SYSTEMS) and not name.endswith("[MiB]"):
+            ratio = f"{medians['hoplite'] / medians['plain']:.2f}"
+        table.add_row(name, str(max(map(len, by_system.values()))), *shown, ratio)
+    for record in records:
+        if "error" in record:
+            table.add_row(line(record))
+    return table
+
+
+def plot(path: Path, records: list[Record], title: str) -> None:
+    """Draw each repetition as a dot: a panel per size, a line per operation, a colour per system.
+
+    The x axis is the time over the limit, or the time where there is no limit. Operations that were
+    given up are open triangles at the moment of the giving up.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    limited = any("limit" in record for record in records)
+    ops = list(grouped(records, "op"))
+    panels = grouped(records, "nbytes")
+    figure, axes = plt.subplots(
+        1,
+        len(panels),
+        figsize=(1.5 + 3.5 * len(panels), 1.4 + 0.5 * len(ops)),
+        sharex=True,
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    for axis, ((nbytes,), rows) in zip(axes[0], panels.items(), strict=True):
+        for row in rows:
+            y = ops.index((row["op"],)) + (0.16 if row["system"] == "hoplite" else -0.16)
+            seconds = row["seconds"] if is_good(row) else row["timeout"]
+            if seconds is None:
+                continue
+            colour = COLOURS[row["system"]]
+            style = {"s": 28, "alpha": 0.75, "linewidths": 0, "color": colour}
+            if not is_good(row):
+                style = {"s": 36, "marker": ">", "facecolors": "none", "edgecolors": colour}
+            axis.scatter(seconds / row["limit"] if limited else seconds, y, zorder=3, **style)
+        axis.set_xscale("log")
+        axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axis.xaxis.set_minor_locator(NullLocator())
+        if limited:
+            axis.axvline(1, color="black", linewidth=1)
+            axis.set_xlim(left=0.8)
+        axis.set_title(format_bytes(nbytes), fontsize=10)
+        axis.set_xlabel("time / limit" if limited else "seconds")
+        axis.grid(axis="x", color="#e5e5e5")
+        axis.set_yticks(range(len(ops)), [op for (op,) in ops])
+        axis.set_ylim(len(ops) - 0.5, -0.5)
+        axis.spines[["top", "right", "left"]].set_visible(False)
+        axis.tick_params(axis="y", length=0)
+    for system in SYSTEMS:
+        axes[0][0].scatter([], [], s=28, color=COLOURS[system], label=system)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    figure.suptitle(title, fontsize=11)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def grouped(records: Iterable[Record], *keys: str) -> dict[tuple, list[Record]]:
+    """Records by the values of some of their keys, in order of appearance."""
+    groups: dict[tuple, list[Record]] = {}
+    for record in records:
+        groups.setdefault(tuple(record[key] for key in keys), []).append(record)
+    return groups
+
+
+def is_good(record: Record) -> bool:
+    """Whether a repetition came to its end."""
+    return "error" not in record
+
+
+def over_limit(record: Record) -> float:
+    """Time of a repetition over the least time that the links allow."""
+    return record["seconds"] / record["limit"]
+
+
+def crossed(rows: list[Record], direction: str) -> str:
+    """Bytes at the busiest cable in multiples of an array, as the largest of the repetitions."""
+    return f"{max(max(row[direction].values()) / row['nbytes'] for row in rows):.1f} ×"
+
+
+def spread(counts: Iterable[int]) -> str:
+    """Smallest and largest of some counts."""
+    first, *_, last = sorted(counts) * 2
+    return str(first) if first == last else f"{first} to {last}"

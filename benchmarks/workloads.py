@@ -1,0 +1,190 @@
+"""The operations that are measured, as a user of Dask would write them.
+
+A workload is used in steps, of which only `run` is timed: ``prepare``, ``run``, ``correct``.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import ClassVar
+
+import numpy as np
+from distributed import Client, Future, wait
+
+
+class Workload:
+    """An operation on a cluster.
+
+    Parameters
+    ----------
+    client : Client
+        A client of the cluster. Worker 0 is the one with the name "0", and so on.
+    nbytes : int
+        Size of each array.
+    """
+
+    #: Whether the copies that it leaves on the workers are its purpose, and thus counted.
+    makes_copies: ClassVar[bool] = False
+
+    def __init__(self, client: Client, nbytes: int):
+        self.client = client
+        self.nbytes = nbytes
+        workers = client.scheduler_info(n_workers=-1)["workers"]
+        self.workers = sorted(workers, key=lambda address: int(workers[address]["name"]))
+
+    @staticmethod
+    def crossings(workers: int, per_host: int) -> int:
+        """Number of arrays that the busiest link has to carry at least."""
+        return 1
+
+    def prepare(self) -> None:
+        """Do what comes before the clock starts."""
+        raise NotImplementedError
+
+    def run(self) -> None:
+        """Do what is timed."""
+        raise NotImplementedError
+
+    def correct(self) -> bool:
+        """Whether the values have arrived where they should, unchanged."""
+        raise NotImplementedError
+
+    def on(self, worker: str, function, *args) -> Future:
+        """Run a task on one worker and nowhere else."""
+        return self.client.submit(
+            function, *args, workers=[worker], allow_other_workers=False, pure=False
+        )
+
+    def make_on(self, workers: list[str]) -> list[Future]:
+        """Make a fresh array on each of some workers, and note what is in it."""
+        arrays = [self.on(worker, make, self.nbytes) for worker in workers]
+        wait(arrays)
+        pairs = zip(workers, arrays, strict=True)
+        self.expected = self.client.gather([self.on(worker, ends, x) for worker, x in pairs])
+        pairs = zip(workers, arrays, strict=True)
+        self.checksums = self.client.gather([self.on(worker, checksum, x) for worker, x in pairs])
+        return arrays
+
+
+class Tasks(Workload):
+    """One task on each worker takes the same array."""
+
+    def prepare(self) -> None:
+        [self.array] = self.make_on(self.workers[:1])
+
+    def run(self) -> None:
+        self.results = [self.on(worker, ends, self.array) for worker in self.workers]
+        wait(self.results)
+
+    def correct(self) -> bool:
+        return self.client.gather(self.results) == self.expected * len(self.workers)
+
+
+class GatherTask(Workload):
+    """One task on worker 0 takes an array from each worker."""
+
+    @staticmethod
+    def crossings(workers: int, per_host: int) -> int:
+        return workers - per_host
+
+    def prepare(self) -> None:
+        self.arrays = self.make_on(self.workers)
+
+    def run(self) -> None:
+        self.result = self.on(self.workers[0], ends_of_each, *self.arrays)
+        wait(self.result)
+
+    def correct(self) -> bool:
+        return self.result.result() == self.expected
+
+
+class GatherClient(GatherTask):
+    """The client gathers an array from each worker."""
+
+    @staticmethod
+    def crossings(workers: int, per_host: int) -> int:
+        return workers
+
+    def run(self) -> None:
+        self.values = self.client.gather(self.arrays)
+
+    def correct(self) -> bool:
+        return [checksum(value) for value in self.values] == self.checksums
+
+
+class Copies(Workload):
+    """Base of the operations that are meant to leave a copy on each worker."""
+
+    makes_copies: ClassVar[bool] = True
+    array: Future
+
+    def copies(self) -> int:
+        """Number of workers that have a copy at this moment."""
+        return len(self.holders())
+
+    def holders(self) -> tuple[str, ...]:
+        """Addresses of the workers that have a copy at this moment."""
+        return self.client.who_has([self.array])[self.array.key]
+
+    def correct(self) -> bool:
+        # Every copy there is now. A task per worker would make the copies that it looks for.
+        found = self.client.run(checksum_of_copy, self.array.key, workers=list(self.holders()))
+        return {value for value in found.values() if value is not None} == set(self.checksums)
+
+
+class Replicate(Copies):
+    """The client asks for copies of a worker's array on all workers."""
+
+    def prepare(self) -> None:
+        [self.array] = self.make_on(self.workers[:1])
+
+    def run(self) -> None:
+        self.client.replicate(self.array)
+
+
+class Scatter(Copies):
+    """The client sends an array of its own to all workers."""
+
+    def prepare(self) -> None:
+        self.value = make(self.nbytes)
+        self.checksums = [checksum(self.value)]
+
+    def run(self) -> None:
+        self.array = self.client.scatter(self.value, broadcast=True)
+
+
+#: The operations by name. In "scatter-plain-client" the client has not registered Hoplite.
+OPS: dict[str, type[Workload]] = {
+    "tasks": Tasks,
+    "scatter": Scatter,
+    "scatter-plain-client": Scatter,
+    "replicate": Replicate,
+    "gather-task": GatherTask,
+    "gather-client": GatherClient,
+}
+
+
+def make(nbytes: int) -> np.ndarray:
+    """Make an array that no earlier one is equal to."""
+    return np.random.default_rng().random(nbytes // 4, dtype="f4")
+
+
+def ends(array: np.ndarray) -> float:
+    """Look at an array without reading all of it."""
+    return float(array[0]) + float(array[-1])
+
+
+def ends_of_each(*arrays: np.ndarray) -> list[float]:
+    """Look at several arrays."""
+    return [ends(array) for array in arrays]
+
+
+def checksum(array: np.ndarray) -> int:
+    """Read all of an array."""
+    return zlib.crc32(array)
+
+
+def checksum_of_copy(key: str, dask_worker) -> int | None:
+    """Read the copy of an array that a worker has, if it still has one."""
+    array = dask_worker.data.get(key)
+    return None if array is None else checksum(array)
