@@ -456,7 +456,7 @@ def simulate(
     faults: Sequence[Fault] = (),
     seed: int = 0,
     speeds: Mapping[str, float] | None = None,
-    granule: int = 64 * 2**10,
+    granule: int = 16 * 2**10,
     stall_timeout: float = 1.5,
     cost: CostModel | None = None,
 ) -> Result:
@@ -485,8 +485,9 @@ def simulate(
     speeds : mapping of str to float, optional
         Other bandwidths, by host.
     granule : int
-        Bytes that a relay has to have before it sends them on: what one read brings. It delays a
-        hop by the time that they take at the full rate of the hop's slower link.
+        Bytes that a relay has to have before it sends them on: what one read brings, at the least
+        a packet (16 KiB in the laboratory, up to 64 KiB elsewhere). It delays a hop by the time
+        that they take at the full rate of the hop's slower link.
     stall_timeout : float
         Seconds after which a receiver that gets nothing says so.
     cost : CostModel, optional
@@ -604,7 +605,7 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--nbytes", type=parse_bytes, default="1GiB")
     parser.add_argument("--bandwidth", type=rate, default="10Gbit", help="of a host, per second")
     parser.add_argument("--latency", type=parse_timedelta, default="0.1ms")
-    parser.add_argument("--granule", type=parse_bytes, default="64KiB", help="what a read brings")
+    parser.add_argument("--granule", type=parse_bytes, default="16KiB", help="what a read brings")
     parser.add_argument("--per-host", type=int, default=1, help="workers on a host")
     parser.add_argument("--seeds", type=int, help="run so many random scenarios instead")
     parser.add_argument("--faults", action="store_true", help="let workers fail in these")
