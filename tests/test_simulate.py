@@ -204,7 +204,7 @@ def test_the_cost_model_foretells_the_simulation(nbytes, workers):
     hop = 1e-4 + min(nbytes, 2**16) / 1.25e9
     cost = CostModel(latency=hop, bandwidth=1.25e9)
     foretold = cost.seconds(nbytes, workers, cost.fan_out(nbytes, workers))
-    result = simulate(workers, nbytes, cost=cost)
+    result = simulate(workers, nbytes, cost=cost, granule=2**16)
     assert result.completion == pytest.approx(foretold + 3e-4, rel=0.1)
 
 
@@ -356,7 +356,7 @@ def test_cycles_would_show():
 
 
 def test_command(capsys):
-    arguments = "--workers 2 16 --nbytes 10MB --bandwidth 1Gbit --latency 1ms"
+    arguments = "--workers 2 16 --nbytes 10MB --bandwidth 1Gbit --latency 1ms --granule 64KiB"
     assert main(arguments.split()) == 0
     head, two, many = capsys.readouterr().out.splitlines()
     assert head == "workers  completion  lower bound  ratio  depth  CPU seconds"
