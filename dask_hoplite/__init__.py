@@ -6,15 +6,15 @@ from distributed import Scheduler
 
 __version__ = "0.1.0"
 
-from dask_hoplite.api import broadcast, gather, scatter, status, transfers  # noqa: E402
-from dask_hoplite.exceptions import (  # noqa: E402
+from dask_hoplite.api import broadcast, gather, scatter, status, transfers
+from dask_hoplite.exceptions import (
     HopliteError,
     NotInstalledError,
     ObjectLostError,
     ObjectTooLargeError,
     TransferError,
 )
-from dask_hoplite.scheduler import Hoplite  # noqa: E402
+from dask_hoplite.scheduler import Hoplite
 
 __all__ = [
     "Hoplite",

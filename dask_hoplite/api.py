@@ -82,6 +82,7 @@ async def _broadcast(
         await client.scheduler.hoplite_broadcast(key=x.key, workers=workers)
         return x
     _check(client, [x])
+    assert x._state is not None
     await x._state.wait()
     if x.status == "error":
         await x  # raises what the task raised

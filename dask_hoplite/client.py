@@ -217,10 +217,10 @@ class ClientExtension:
             return f"{type(value).__name__}-{uuid.uuid4().hex}", None
         big = sizeof(value) > OFFLOAD
         token = await offload(tokenize, value) if big else tokenize(value)
-        key = self.tokens.get(token)
-        state = self.client.futures.get(key) if key is not None else None
-        if anywhere and state is not None and state.status == "finished":
-            return key, Future(key, self.client)  # at once: others may be letting go of it
+        known = self.tokens.get(token)
+        state = self.client.futures.get(known) if known is not None else None
+        if anywhere and known is not None and state is not None and state.status == "finished":
+            return known, Future(known, self.client)  # at once: others may be letting go of it
         key = f"{type(value).__name__}-{token}-{uuid.uuid4().hex[:8]}"
         if len(self.tokens) > 2 * len(self.client.futures) + 100:
             held = self.client.futures
@@ -302,9 +302,7 @@ class ClientExtension:
         located = await client.scheduler.hoplite_locate(keys=keys)
         if located is None:  # it was uninstalled
             self.uninstall()
-        large = {
-            key: where for key, where in (located or {}).items() if where[0] >= self.min_size
-        }
+        large = {key: where for key, where in (located or {}).items() if where[0] >= self.min_size}
         found = await asyncio.gather(
             *(self._get(key, *where) for key, where in large.items()), return_exceptions=True
         )

@@ -239,7 +239,7 @@ class Copies:
         data: dict[Key, Any],
         workers: Iterable[str] | None,
         client: str,
-        broadcast: bool | int = False,
+        broadcast: bool = False,
         timeout: float = 2,
     ) -> list[Key]:
         """In place of :meth:`distributed.Scheduler.scatter`, for clients without Hoplite.
@@ -263,9 +263,7 @@ class Copies:
             try:
                 async with asyncio.TaskGroup() as group:
                     for key, (worker, epoch) in placement.items():
-                        group.create_task(
-                            push(self.scheduler.rpc, worker, key, large[key], epoch)
-                        )
+                        group.create_task(push(self.scheduler.rpc, worker, key, large[key], epoch))
             except* Exception as errors:
                 await self.abort(large, f"push failed: {errors.exceptions[0]}")
                 raise errors.exceptions[0] from None
@@ -306,17 +304,13 @@ class Copies:
             return {"status": "partial-fail", "keys": missing}
         async with scheduler._replica_lock(("replicate", object())):
             await asyncio.gather(*(self._multiply(key, count, targets) for key in large))
-        crowded = [
-            key
-            for key in large
-            if key in scheduler.tasks and len(scheduler.tasks[key].who_has & targets) > count
-        ]
+        crowded = [key for key in large if len(targets & set(self.hoplite.holding(key))) > count]
         if crowded and delete:
             addresses = [ws.address for ws in targets]
             await self.plain_replicate(crowded, count, addresses, branching_factor, delete)
         for key in large:
             if key in scheduler.tasks:
-                holders = [ws.address for ws in scheduler.tasks[key].who_has or ()]
+                holders = self.hoplite.holders(key)
                 if n is None and workers is None:
                     self.hoplite.wishes.add(key, holders)
                 else:
@@ -490,5 +484,3 @@ def _buffer(value: Any) -> Buffer:
     if isinstance(value, Serialized):
         return Buffer(*pack(value.header, value.frames))
     return Buffer(*dump(value.data if isinstance(value, Serialize) else value))
-
-

@@ -1,8 +1,8 @@
 """What becomes of tasks whose dependency is there but cannot be brought to them.
 
-When a dependency cannot be serialised at its source, or deserialised here, Dask's worker marks it as
-erred and leaves the tasks that wait for it waiting for ever (dask/distributed#6705). With Hoplite
-they fail, with the error.
+When a dependency cannot be serialised at its source, or deserialised here, Dask's worker marks it
+as erred and leaves the tasks that wait for it waiting for ever (dask/distributed#6705). With
+Hoplite they fail, with the error.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from distributed.active_memory_manager import (
     SuggestionGenerator,
 )
 from distributed.protocol.pickle import dumps
+from distributed.scheduler import WorkerState
 
 import dask_hoplite
 from dask_hoplite.config import Config
@@ -143,11 +144,9 @@ class Hoplite(SchedulerPlugin):
         scheduler.handlers.update(self.added)
         self.plain_status_change = scheduler.stream_handlers["worker-status-change"]
         scheduler.stream_handlers["worker-status-change"] = self.worker_status_change
-        manager = scheduler.extensions.get("amm")
-        for policy in list(manager.policies) if manager is not None else ():
-            if isinstance(policy, ReduceReplicas):
-                manager.policies.discard(policy)
-                manager.add_policy(KeepWishedReplicas(policy, self.wishes))
+        self._replace_policies(
+            ReduceReplicas, lambda policy: KeepWishedReplicas(policy, self.wishes)
+        )
 
     def _uninstall(self) -> None:
         scheduler = self.scheduler
@@ -160,13 +159,17 @@ class Hoplite(SchedulerPlugin):
         scheduler.stream_handlers["worker-status-change"] = self.plain_status_change
         for name in self.added:
             scheduler.handlers.pop(name, None)
-        manager = scheduler.extensions.get("amm")
-        for policy in list(manager.policies) if manager is not None else ():
-            if isinstance(policy, KeepWishedReplicas):
-                manager.policies.discard(policy)
-                manager.add_policy(policy.policy)
+        self._replace_policies(KeepWishedReplicas, lambda policy: policy.policy)
         for task in self.tasks:
             task.cancel()
+
+    def _replace_policies(self, kind: type, by: Callable[[Any], Any]) -> None:
+        """Exchange policies of Dask's memory manager, if it has one."""
+        manager: Any = self.scheduler.extensions.get("amm")
+        for policy in list(manager.policies) if manager is not None else ():
+            if isinstance(policy, kind):
+                manager.policies.discard(policy)
+                manager.add_policy(by(policy))
 
     def remove_plugin(self, name: str | None = None) -> None:
         """In place of :meth:`distributed.Scheduler.remove_plugin`, which has no hook."""
@@ -288,10 +291,14 @@ class Hoplite(SchedulerPlugin):
 
     # What the core needs to know of Dask
 
-    def holders(self, key: Key) -> Collection[str]:
+    def holding(self, key: Key) -> Collection[WorkerState]:
         """Workers with a complete copy, at this moment."""
         ts = self.scheduler.tasks.get(key)
-        return [ws.address for ws in ts.who_has or ()] if ts is not None else []
+        return ts.who_has or () if ts is not None else ()
+
+    def holders(self, key: Key) -> Collection[str]:
+        """Their addresses."""
+        return [ws.address for ws in self.holding(key)]
 
     def is_large(self, key: Key) -> bool:
         """Whether Hoplite moves this key."""

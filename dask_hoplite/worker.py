@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time as clock
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,7 +87,7 @@ class HopliteWorker(WorkerPlugin):
         )
         self.expected: dict[Key, Expected] = {}
         self.plain_gather_dep = worker.gather_dep
-        self.handlers = {
+        self.handlers: dict[str, Callable[..., Any]] = {
             "hoplite_pull": self.serve,
             "hoplite_push": self.accept,
             "hoplite_expect": self.expect,

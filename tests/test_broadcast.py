@@ -241,12 +241,12 @@ class Unpicklable:
 @hoplite_cluster()
 async def test_objects_that_cannot_be_pickled(c, s, *workers):
     await c.register_plugin(Hoplite())
-    with pytest.raises(Exception, match="not to be pickled|Could not serialize|pickle"):
+    with pytest.raises(Exception, match=r"not to be pickled|Could not serialize|pickle"):
         await hoplite.broadcast(Unpicklable(), client=c)
     assert not s.tasks
     x = c.submit(Unpicklable, workers=[workers[0].address])
     y = c.submit(lambda x: 1, x, workers=[workers[1].address])
-    with pytest.raises(Exception, match="not to be pickled|Could not serialize|pickle"):
+    with pytest.raises(Exception, match=r"not to be pickled|Could not serialize|pickle"):
         await asyncio.wait_for(y, 20)  # plain Dask waits for ever
     z = c.submit(lambda: 2, workers=[workers[1].address])
     assert await z == 2
@@ -304,16 +304,21 @@ async def test_no_worker(c, s):
         await c.scatter(array(), timeout="100ms")
     waiting = asyncio.create_task(hoplite.broadcast(array(), client=c, timeout=30))
     async with Worker(s.address), Worker(s.address):
-        x = await waiting
-        await until(lambda: len(holders(s, x)) == 2)
-        del x, waiting
+        await waiting
+        await until(lambda: len(holders(s, waiting.result())) == 2)
+        waiting = None
         await until(lambda: not s.tasks)
 
 
 @hoplite_cluster()
 @pytest.mark.parametrize(
     "x",
-    [np.empty((0, 3)), np.array(5.0), np.arange(100_000)[::2], np.asfortranarray(np.ones((300, 9)))],
+    [
+        np.empty((0, 3)),
+        np.array(5.0),
+        np.arange(100_000)[::2],
+        np.asfortranarray(np.ones((300, 9))),
+    ],
     ids=["zero size", "0-d", "strided", "fortran"],
 )
 async def test_odd_arrays(c, s, *workers, x):

@@ -192,8 +192,17 @@ def test_sync_client_and_current_client():
 
 def test_command_line_preload():
     with popen(
-        [sys.executable, "-m", "dask", "scheduler", "--port", "0", "--no-dashboard",
-         "--preload", "dask_hoplite"],
+        [
+            sys.executable,
+            "-m",
+            "dask",
+            "scheduler",
+            "--port",
+            "0",
+            "--no-dashboard",
+            "--preload",
+            "dask_hoplite",
+        ],
         capture_output=True,
     ) as process:
         assert process.poll() is None
@@ -203,7 +212,8 @@ def test_command_line_preload():
                 break
         worker = subprocess.Popen(
             [sys.executable, "-m", "dask", "worker", address, "--no-nanny", "--no-dashboard"],
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
         try:
             with Client(address) as client:

@@ -94,10 +94,16 @@ async def test_job_queue():
     from dask_jobqueue.local import LocalCluster as JobQueue
 
     with dask.config.set({"distributed.scheduler.preload": ["dask_hoplite"]}):
-        async with JobQueue(
-            cores=1, processes=1, memory="1GiB", asynchronous=True,
-            scheduler_options={"dashboard_address": ":0"},
-        ) as cluster, Client(cluster, asynchronous=True) as c:
+        async with (
+            JobQueue(
+                cores=1,
+                processes=1,
+                memory="1GiB",
+                asynchronous=True,
+                scheduler_options={"dashboard_address": ":0"},
+            ) as cluster,
+            Client(cluster, asynchronous=True) as c,
+        ):
             waiting = asyncio.create_task(hoplite.broadcast(array(1_000_000), client=c, timeout=50))
             cluster.scale(jobs=1)
             x = await waiting
@@ -141,8 +147,10 @@ async def test_workers_without_the_package(c, s, a, b):
     assert np.array_equal(await y, array(seed=1))
 
 
-@hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 2, config={"hoplite.min-size": 1000,
-                                                            "hoplite.connect-timeout": "200ms"})
+@hoplite_cluster(
+    nthreads=[("127.0.0.1", 1)] * 2,
+    config={"hoplite.min-size": 1000, "hoplite.connect-timeout": "200ms"},
+)
 async def test_a_client_that_cannot_reach_the_workers(c, s, a, b):
     await c.register_plugin(Hoplite())
     connect = c.rpc.connect
@@ -173,7 +181,9 @@ async def test_a_client_that_leaves_in_the_middle(c, s, a, b):
         assert plugin(s).copies.puts
     await until(lambda: not plugin(s).copies.puts)
     extensions = [w.plugins["hoplite"] for w in (a, b)]
-    await until(lambda: not any(e.expected or e.puller.incoming or e.shelf.entries for e in extensions))
+    await until(
+        lambda: not any(e.expected or e.puller.incoming or e.shelf.entries for e in extensions)
+    )
     assert not plugin(s).directory.trees and not s.tasks
 
 

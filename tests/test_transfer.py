@@ -75,7 +75,7 @@ def test_flags_are_those_of_dask(writeable):
 
 def test_unserialisable():
     with pytest.raises(TypeError, match="Could not serialize"):
-        dump((i for i in range(3)))
+        dump(i for i in range(3))
 
 
 def test_piece_stays_within_a_frame():

@@ -12,7 +12,7 @@ from dask_hoplite.transfer.layout import Layout
 
 
 class Buffer:
-    """Frames that are filled from front to back by one writer and followed by any number of readers.
+    """Frames that one writer fills from front to back, and any number of readers follow.
 
     Offsets count bytes from the start of the first frame through to the end of the last.
 

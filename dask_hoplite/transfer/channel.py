@@ -9,6 +9,7 @@ is no chunk size. On other transports, whose streams we do not have, bytes go in
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from time import monotonic
 
@@ -176,10 +177,8 @@ class Gathering:
 
     def _set(self, mark: int) -> None:
         self.mark = mark
-        try:
+        with contextlib.suppress(OSError):  # closed meanwhile: whoever reads next finds out
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, mark)
-        except OSError:
-            pass  # closed meanwhile: whoever reads next finds out
 
 
 async def _read_message(comm: Comm, buffer: Buffer) -> int:

@@ -215,7 +215,7 @@ class Incoming:
         self.stop = monotonic()
 
     async def _follow(self) -> Instruction | None:
-        """Take from the present source; return what the directory says instead if it falls silent."""
+        """Take from the present source; return what the directory says if it falls silent."""
         puller = self.puller
         self.asked = monotonic()
         taking = asyncio.create_task(

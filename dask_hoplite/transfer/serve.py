@@ -136,5 +136,3 @@ async def accept(
         if not receiving.done():
             receiving.cancel()
             await asyncio.wait({receiving})
-
-

@@ -57,7 +57,9 @@ class SharedBuffer(Buffer):
         try:
             os.ftruncate(self.fd, self.size)
             # Written through a shared mapping, which only this process has.
-            super().__init__(layout, _map(self.fd, layout, self.offsets, self.size, mmap.MAP_SHARED))
+            super().__init__(
+                layout, _map(self.fd, layout, self.offsets, self.size, mmap.MAP_SHARED)
+            )
         except BaseException:
             os.close(self.fd)
             raise
