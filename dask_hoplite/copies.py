@@ -256,7 +256,9 @@ class Copies:
         small = {key: value for key, value in data.items() if key not in large}
         workers = None if workers is None else list(workers)
         if small:
-            await self.plain_scatter(small, workers, client, broadcast, timeout)
+            await self.plain_scatter(
+                data=small, workers=workers, client=client, broadcast=broadcast, timeout=timeout
+            )
         if large:
             sizes = {key: buffer.nbytes for key, buffer in large.items()}
             placement = await self.place(client, sizes, workers, broadcast, timeout)
@@ -290,7 +292,12 @@ class Copies:
         outcome = None
         if small or not large:
             outcome = await self.plain_replicate(
-                small, n, workers, branching_factor, delete, stimulus_id
+                keys=small,
+                n=n,
+                workers=workers,
+                branching_factor=branching_factor,
+                delete=delete,
+                stimulus_id=stimulus_id,
             )
         if not large:
             return outcome
@@ -307,7 +314,7 @@ class Copies:
         crowded = [key for key in large if len(targets & set(self.hoplite.holding(key))) > count]
         if crowded and delete:
             addresses = [ws.address for ws in targets]
-            await self.plain_replicate(crowded, count, addresses, branching_factor, delete)
+            await self.plain_replicate(keys=crowded, n=count, workers=addresses, delete=True)
         for key in large:
             if key in scheduler.tasks:
                 holders = self.hoplite.holders(key)
@@ -424,7 +431,13 @@ class Copies:
         else:
             failed = {}
             addresses = [ws.address for ws in goal]
-            await self.plain_replicate([key], len(goal), addresses, len(goal), False)
+            await self.plain_replicate(
+                keys=[key],
+                n=len(goal),
+                workers=addresses,
+                branching_factor=len(goal),
+                delete=False,
+            )
         if self.scheduler.tasks.get(key) is not ts:
             raise TransferError(key, "was released while it was broadcast")
         self.hoplite.fulfil([key])

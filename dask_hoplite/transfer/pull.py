@@ -147,11 +147,24 @@ class Incoming:
         self.waiters = 0
         self.asked = self.first_byte = self.start = self.stop = monotonic()
         self.task = asyncio.create_task(self._run(), name=f"hoplite-pull-{key}")
+        self.task.add_done_callback(lambda _: self._end())
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended without the object."""
+        task = self.task
+        return task.done() and (task.cancelled() or task.exception() is not None)
 
     @property
     def received(self) -> int:
         """Bytes that are there."""
         return self.buffer.received if self.buffer is not None else 0
+
+    def _end(self) -> None:
+        if not self.waiters:  # all have gone before it ended
+            self.puller.forget(self)
+        if not self.task.cancelled():
+            self.task.exception()  # those who wait have it; if there are none, nobody cares
 
     def begin(self, layout: Layout, handle: dict[str, Any] | None) -> Buffer:
         """Make room for the object, for the first time or anew."""
@@ -308,9 +321,8 @@ class Puller:
             Whatever its serialisation at the source, or deserialisation here, raised.
         """
         incoming = self.incoming.get(key)
-        if incoming is None:
+        if incoming is None or incoming.failed:
             incoming = self.incoming[key] = Incoming(self, key, nbytes)
-            incoming.task.add_done_callback(lambda task: self._forget(key, task))
         incoming.waiters += 1
         try:
             # One who stops waiting must not end it for the others.
@@ -321,6 +333,9 @@ class Puller:
             raise
         finally:
             incoming.waiters -= 1
+            # Not before: one who comes while others are still being served is served too.
+            if not incoming.waiters and incoming.task.done():
+                self.forget(incoming)
 
     def cancel(self, key: Key) -> None:
         """Stop receiving an object; whoever waits for it gets a CancelledPullError."""
@@ -342,12 +357,10 @@ class Puller:
         if tasks:
             await asyncio.wait(tasks)
 
-    def _forget(self, key: Key, task: asyncio.Task[Any]) -> None:
-        incoming = self.incoming.get(key)
-        if incoming is not None and incoming.task is task:
-            del self.incoming[key]
-        if not task.cancelled():
-            task.exception()  # those who wait have their own copy
+    def forget(self, incoming: Incoming) -> None:
+        """Nobody waits for this any more."""
+        if self.incoming.get(incoming.key) is incoming:
+            del self.incoming[incoming.key]
 
 
 def _why(error: BaseException) -> str:
