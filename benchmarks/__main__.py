@@ -27,7 +27,7 @@ from benchmarks.measure import Comparison, Record
 from benchmarks.side import EFFECTS
 from benchmarks.workloads import OPS
 
-OPS_WITHOUT_NETWORK = ["tasks", "scatter", "replicate", "gather-task", "gather-client"]
+OPS_WITHOUT_NETWORK = ["tasks", "graph", "scatter", "replicate", "gather-task", "gather-client"]
 
 console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
 

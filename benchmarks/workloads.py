@@ -5,9 +5,11 @@ A workload is used in steps, of which only `run` is timed: ``prepare``, ``run``,
 
 from __future__ import annotations
 
+import uuid
 import zlib
 from typing import ClassVar
 
+import dask
 import numpy as np
 from distributed import Client, Future, wait
 
@@ -78,6 +80,19 @@ class Tasks(Workload):
 
     def correct(self) -> bool:
         return self.client.gather(self.results) == self.expected * len(self.workers)
+
+
+class Graph(Tasks):
+    """The same, but the tasks come to the scheduler together, in one graph."""
+
+    def run(self) -> None:
+        tasks = []
+        for worker in self.workers:
+            with dask.annotate(workers=[worker], allow_other_workers=False):
+                name = f"ends-{uuid.uuid4().hex}"
+                tasks.append(dask.delayed(ends)(self.array, dask_key_name=name))
+        self.results = self.client.compute(tasks, optimize_graph=False)
+        wait(self.results)
 
 
 class GatherTask(Workload):
@@ -156,6 +171,7 @@ class Scatter(Copies):
 #: The operations by name. In "scatter-plain-client" the client has not registered Hoplite.
 OPS: dict[str, type[Workload]] = {
     "tasks": Tasks,
+    "graph": Graph,
     "scatter": Scatter,
     "scatter-plain-client": Scatter,
     "replicate": Replicate,

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from dask_hoplite.core.cost import CostModel
-from dask_hoplite.core.directory import Directory
+from dask_hoplite.core.directory import PATIENCE, Directory
 from dask_hoplite.core.events import (
     Abandoned,
     Finished,
@@ -262,6 +262,18 @@ def test_abandoning_counts_in_an_epoch_that_was_overtaken():
     story.leave("a1")
     assert story.report(Abandoned, "b1", 10, "cancelled", epoch=old) == []
     assert story.directory.trees == {}
+
+
+def test_stalled_on_the_only_source_waits_for_long_but_not_for_ever():
+    story = Story("a1 b1", holders="a1")
+    story.want("b1")
+    for _ in range(PATIENCE - 1):
+        story.now += TIMEOUT
+        told = story.stall("b1", 100)
+        assert isinstance(told, Wait) and "no other source" in told.reason
+    story.now += 2 * TIMEOUT
+    told = story.stall("b1", 100)
+    assert isinstance(told, NoSource) and "a1" in told.tried
 
 
 def test_stalled_behind_a_source_that_has_no_more_waits():

@@ -30,6 +30,10 @@ from dask_hoplite.core.instructions import Cancel, Instruction, NoSource, Pull, 
 from dask_hoplite.core.tree import Choice, Transfer, Tree
 
 
+#: After so many stall timeouts, a silent source is given up even if there is no other.
+PATIENCE = 20
+
+
 class Directory:
     """Decides who gets which object from whom.
 
@@ -178,6 +182,11 @@ class Directory:
             return [Wait(event.key, event.receiver, event.epoch, reason)]
         else:
             why = f"sent nothing for {self.stall_timeout:.1f} s"
+        alone = self._choose(tree, transfer, without=source) is None
+        if alone and self.now - transfer.moved < PATIENCE * self.stall_timeout:
+            # It may be computing, serialising, or reading from its disk.
+            reason = f"{source} {why}, but there is no other source"
+            return [Wait(event.key, event.receiver, event.epoch, reason)]
         return self._replace_source(tree, transfer, why)
 
     @_handle.register
@@ -235,16 +244,25 @@ class Directory:
         if transfer.source is not None:
             self._note(transfer, "asked again")
             tree.disconnect(transfer)
-        # Whoever landed is a complete copy that ``holders`` may not know yet.
-        self._forget_landed(tree)
-        whole = {*self.holders(tree.key), *tree.landed}
-        choice = tree.choose(transfer, whole)
+        choice = self._choose(tree, transfer)
         if choice is not None:
             return [self._connect(tree, transfer, choice)]
         tried = dict(transfer.tried)
         reason = "every source failed" if tried else "no worker holds it"
         self._end(tree, transfer, reason)
         return [NoSource(tree.key, transfer.receiver, tried, reason)]
+
+    def _choose(self, tree: Tree, transfer: Transfer, without: str | None = None) -> Choice | None:
+        """The best source for a receiver, apart from those that have failed it, and one more."""
+        # Whoever landed is a complete copy that ``holders`` may not know yet.
+        self._forget_landed(tree)
+        whole = {*self.holders(tree.key), *tree.landed}
+        tried = transfer.tried
+        if without is not None:
+            transfer.tried = {**tried, without: ""}
+        choice = tree.choose(transfer, whole)
+        transfer.tried = tried
+        return choice
 
     def _replace_source(self, tree: Tree, transfer: Transfer, why: str) -> list[Instruction]:
         source = transfer.source
@@ -287,7 +305,7 @@ class Directory:
         if known is not None:
             self._note(known, "begun anew")
         transfer = Transfer(tree.key, receiver, tree.nbytes, since=self.epoch)
-        transfer.start = transfer.heard = self.now
+        transfer.start = transfer.heard = transfer.moved = self.now
         tree.landed.pop(receiver, None)
         tree.add(transfer)
         return transfer
@@ -352,6 +370,8 @@ class Directory:
         """Note how far a receiver is. Less than before means that it had to start again."""
         gained = received - transfer.received
         transfer.received = received
+        if gained > 0:
+            transfer.moved = self.now
         if gained > 0 and transfer.source is not None:
             self.bytes_in[transfer.receiver] += gained
             if transfer.source in self.hosts:

@@ -26,6 +26,7 @@ class Transfer:
     resumed_from: int = 0
     start: float = 0.0
     heard: float = 0.0  #: when the receiver last said anything
+    moved: float = 0.0  #: when it last had more bytes than before
     silent: bool = False  #: it seems to be frozen or cut off
     since: int = 0  #: all epochs of this transfer are greater
     keeps_busy: str | None = None  #: host in whose load it is counted
