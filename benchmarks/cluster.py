@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -110,6 +111,7 @@ class Cluster:
 
     def stop(self) -> None:
         """End all processes."""
+        self.signal(signal.SIGCONT)
         for client in self._clients.values():
             client.stop()
         for process in self._processes:
@@ -122,6 +124,11 @@ class Cluster:
                 process.wait()
         self._clients.clear()
         self._processes.clear()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to all processes."""
+        for process in self._processes:
+            process.send_signal(number)
 
     def restart(self) -> None:
         """Start again from nothing."""

@@ -182,7 +182,7 @@ def transfers(client: Client | None = None) -> Any:
         ``reason`` (why this source was chosen). With an asynchronous client, an awaitable.
     """
     client = client or get_client()
-    return client.sync(_ask, client, "transfers")
+    return client.sync(_transfers, client)
 
 
 def status(client: Client | None = None) -> Any:
@@ -202,12 +202,17 @@ def status(client: Client | None = None) -> Any:
         for the choice); ``version``. With an asynchronous client, an awaitable.
     """
     client = client or get_client()
-    return client.sync(_ask, client, "status")
+    return client.sync(_status, client)
 
 
-async def _ask(client: Client, what: str) -> Any:
+async def _transfers(client: Client) -> list[dict[str, Any]]:
     await extension(client)
-    return await getattr(client.scheduler, f"hoplite_{what}")()
+    return list(await client.scheduler.hoplite_transfers())
+
+
+async def _status(client: Client) -> dict[str, Any]:
+    await extension(client)
+    return await client.scheduler.hoplite_status()
 
 
 def _workers(workers: Collection[str] | str | None) -> list[str] | None:
