@@ -7,6 +7,7 @@ import logging
 import uuid
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from typing import Any
 
@@ -114,6 +115,8 @@ class ClientExtension:
         self.unreachable: set[str] = set()
         #: The key under which this client holds a content, by its token
         self.tokens: dict[str, Key] = {}
+        self.hashing: dict[Key, asyncio.Task[str]] = {}
+        self.sizes: defaultdict[int, set[Key]] = defaultdict(set)
         self.connect_timeout = parse_timedelta(setting("connect-timeout"))
 
     @property
@@ -193,6 +196,7 @@ class ClientExtension:
             futures |= await self.plain_scatter(
                 client, fresh, workers, broadcast, direct, local_worker, timeout, hash
             )
+        await self._note_tokens()  # before the caller may change what it has given us
         if type(data) is dict:
             return {key: futures[key] for key in names}
         ordered = [futures[key] for key in names]
@@ -215,18 +219,32 @@ class ClientExtension:
         """A key for an object; and its future, if this client holds it and it may be anywhere."""
         if not hash:
             return f"{type(value).__name__}-{uuid.uuid4().hex}", None
-        big = sizeof(value) > OFFLOAD
-        token = await offload(tokenize, value) if big else tokenize(value)
-        known = self.tokens.get(token)
-        state = self.client.futures.get(known) if known is not None else None
-        if anywhere and known is not None and state is not None and state.status == "finished":
-            return known, Future(known, self.client)  # at once: others may be letting go of it
-        key = f"{type(value).__name__}-{token}-{uuid.uuid4().hex[:8]}"
-        if len(self.tokens) > 2 * len(self.client.futures) + 100:
-            held = self.client.futures
-            self.tokens = {t: k for t, k in self.tokens.items() if k in held}
-        self.tokens[token] = key
+        key = f"{type(value).__name__}-{uuid.uuid4().hex}"
+        size = sizeof(value)
+        if size > OFFLOAD and not any(known in self.client.futures for known in self.sizes[size]):
+            # It can be none that we hold. What it is can be found out while it is sent.
+            self.hashing[key] = asyncio.create_task(offload(tokenize, value))
+        else:
+            await self._note_tokens()
+            token = await offload(tokenize, value) if size > OFFLOAD else tokenize(value)
+            known = self.tokens.get(token)
+            state = self.client.futures.get(known) if known is not None else None
+            if anywhere and known is not None and state is not None and state.status == "finished":
+                return known, Future(known, self.client)  # at once: others may be letting go of it
+            self.tokens[token] = key
+        self.sizes[size].add(key)
         return key, None
+
+    async def _note_tokens(self) -> None:
+        """Note what is being found out, and forget what is not held any more."""
+        while self.hashing:
+            key, task = self.hashing.popitem()
+            self.tokens[await task] = key
+        held = self.client.futures
+        if len(self.tokens) > 2 * len(held) + 100:
+            self.tokens = {t: k for t, k in self.tokens.items() if k in held}
+            for keys in self.sizes.values():
+                keys.intersection_update(held)
 
     async def _put(
         self, puts: dict[Key, Buffer], workers: Any, broadcast: bool | int, timeout: Any

@@ -57,6 +57,8 @@ class Copies:
         self.hoplite = hoplite
         self.scheduler = scheduler
         self.puts: dict[Key, Put] = {}
+        #: For each object that is being multiplied, how many copies are made
+        self.planned: dict[Key, int] = {}
         self.plain_scatter = scheduler.scatter
         self.plain_replicate = scheduler.replicate
         self.plain_gather_on_worker = scheduler.gather_on_worker
@@ -347,9 +349,13 @@ class Copies:
             candidates.sort(key=lambda ws: (ws.memory.process, ws.address))
             chosen = [ws.address for ws in candidates[:wanted]]
             who_has = [ws.address for ws in ts.who_has]
-            lost = await asyncio.gather(
-                *(self.gather_on_worker(worker, {key: who_has}) for worker in chosen)
-            )
+            self.planned[key] = len(chosen)
+            try:
+                lost = await asyncio.gather(
+                    *(self.gather_on_worker(worker, {key: who_has}) for worker in chosen)
+                )
+            finally:
+                self.planned.pop(key, None)
             for worker, keys in zip(chosen, lost, strict=True):
                 if key in keys:
                     failed[worker] = "could not get it"

@@ -307,11 +307,11 @@ class Hoplite(SchedulerPlugin):
 
     def _expected(self, key: Key) -> int:
         """How many workers may want this object about now."""
-        workers = len(self.scheduler.workers)
-        if key in self.wishes or key in self.copies.puts:
-            return workers
+        if (put := self.copies.puts.get(key)) is not None:
+            return len(put.copying) + 1
         ts = self.scheduler.tasks.get(key)
-        return min(len(ts.waiters or ()), workers) if ts is not None else 1
+        waiting = len(ts.waiters or ()) if ts is not None else 1
+        return max(self.copies.planned.get(key, 0), min(waiting, len(self.scheduler.workers)))
 
     # What clients ask
 

@@ -25,7 +25,7 @@ PIECE = 4 * 2**20
 
 #: Each wake-up costs some 0.1 ms of a core, whatever it brings, and so it pays to let bytes gather.
 #: All hops together may be late by this share of the whole transfer; one by so many seconds.
-GATHER_SHARE, GATHER_MOST = 1 / 60, 0.005
+GATHER_SHARE, GATHER_MOST = 1 / 100, 0.002
 
 
 def path(comm: Comm, address: str) -> str:
