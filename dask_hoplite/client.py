@@ -115,7 +115,7 @@ class ClientExtension:
         self.unreachable: set[str] = set()
         #: The key under which this client holds a content, by its token
         self.tokens: dict[str, Key] = {}
-        self.hashing: dict[Key, asyncio.Task[str]] = {}
+        self.hashing: dict[Key, asyncio.Future[str]] = {}
         self.sizes: defaultdict[int, set[Key]] = defaultdict(set)
         self.connect_timeout = parse_timedelta(setting("connect-timeout"))
 
@@ -223,7 +223,7 @@ class ClientExtension:
         size = sizeof(value)
         if size > OFFLOAD and not any(known in self.client.futures for known in self.sizes[size]):
             # It can be none that we hold. What it is can be found out while it is sent.
-            self.hashing[key] = asyncio.create_task(offload(tokenize, value))
+            self.hashing[key] = asyncio.ensure_future(offload(tokenize, value))
         else:
             await self._note_tokens()
             token = await offload(tokenize, value) if size > OFFLOAD else tokenize(value)

@@ -29,7 +29,6 @@ from dask_hoplite.core.events import (
 from dask_hoplite.core.instructions import Cancel, Instruction, NoSource, Pull, Wait
 from dask_hoplite.core.tree import Choice, Transfer, Tree
 
-
 #: After so many stall timeouts, a silent source is given up even if there is no other.
 PATIENCE = 20
 
