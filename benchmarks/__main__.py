@@ -107,7 +107,8 @@ def run_lab(args: argparse.Namespace) -> None:
     if reason := why_not():
         raise LaboratoryError(reason)
     with Laboratory(args.hosts, args.rate, args.delay) as lab:
-        goodput = lab.goodput()
+        # The best of three: on a shared machine, one may be disturbed, and the limit is not.
+        goodput = max(lab.goodput() for _ in range(3))
         mbit = goodput * 8 / 1e6
         title = f"{args.hosts} hosts × {args.per_host} workers, {args.rate} ({mbit:.1f} of payload)"
         about = {"hosts": args.hosts, "per_host": args.per_host, "rate": args.rate}
