@@ -173,6 +173,8 @@ class Side:
             n_workers=workers,
             threads_per_worker=1,
             dashboard_address=":0",
+            # Two schedulers that import Dask's dashboard at the same time get in each other's way.
+            scheduler_kwargs={"dashboard": False},
             memory_limit=0,  # neither system should spill or pause on a small machine
             silence_logs=SILENCE,
         )

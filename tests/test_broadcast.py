@@ -6,7 +6,7 @@ import asyncio
 
 import numpy as np
 import pytest
-from distributed import Client, Nanny, Worker, wait
+from distributed import Client, Event, Nanny, Worker
 from distributed.client import FutureCancelledError
 from distributed.utils_test import gen_cluster
 
@@ -47,22 +47,15 @@ async def test_of_a_result_touches_neither_client_nor_scheduler(c, s, *workers, 
     assert sources <= {w.address for w in workers}
 
 
+def make_when_told():
+    Event("go").wait()
+    return array()
+
+
 @hoplite_cluster()
 async def test_of_a_future_that_is_not_done(c, s, *workers):
     await c.register_plugin(Hoplite())
-    lock = asyncio.Event()
-
-    async def later():
-        await lock.wait()
-        return array()
-
-    from distributed import Event
-
-    def slow():
-        Event("go").wait()
-        return array()
-
-    x = c.submit(slow)
+    x = c.submit(make_when_told)
     broadcasting = asyncio.create_task(hoplite.broadcast(x, client=c))
     await until(lambda: x.key in s.tasks)
     assert not broadcasting.done()
@@ -125,15 +118,14 @@ async def test_a_worker_that_is_restarted_is_fed_again(c, s, *nannies):
 
 
 @hoplite_cluster()
-async def test_a_key_that_is_lost_and_computed_again_is_broadcast_again(c, s, *workers):
+async def test_a_wish_is_fulfilled_whenever_its_object_comes(c, s, *workers):
+    """As after a loss, when the object is computed again."""
     await c.register_plugin(Hoplite())
-    x = hosted(c, worker=workers[0].address)
-    await c.submit(np.sum, x, workers=[workers[0].address])
+    x = c.submit(make_when_told)
+    await until(lambda: x.key in s.tasks)
     plugin(s).wishes.add(x.key, None)
-    await wait(x)
-    y = c.submit(array, 1000, 1, workers=[workers[1].address, workers[2].address], pure=False)
-    await hoplite.broadcast(y, client=c)
-    assert len(holders(s, y)) == 4
+    await Event("go", client=c).set()
+    await until(lambda: len(holders(s, x)) == 4)
 
 
 @hoplite_cluster()
