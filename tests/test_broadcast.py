@@ -16,7 +16,7 @@ from tests.helpers import array, hoplite_cluster, hosted, plugin, until
 
 
 def holders(s, future):
-    return {ws.address for ws in s.tasks[future.key].who_has}
+    return {ws.address for ws in s.tasks[future.key].who_has or ()}
 
 
 @hoplite_cluster()
