@@ -39,6 +39,9 @@ logger = logging.getLogger(__name__)
 #: Dask's event log has what workers report to the directory under this topic.
 TOPIC = "hoplite"
 
+#: States of a task that Dask is fetching, in its worker's state machine
+FLYING = ("flight", "resumed", "cancelled")
+
 #: How often a peer that is busy with small keys is asked again, and after how long (as Dask does).
 BUSY_RETRIES, BUSY_DELAY = 40, 0.15
 
@@ -86,6 +89,7 @@ class HopliteWorker(WorkerPlugin):
             self.address, worker.rpc, self.tell, self.report, self.shelf, self.stall_timeout
         )
         self.expected: dict[Key, Expected] = {}
+        self.landing: dict[Key, asyncio.Future[None]] = {}
         self.plain_gather_dep = worker.gather_dep
         self.handlers: dict[str, Callable[..., Any]] = {
             "hoplite_pull": self.serve,
@@ -107,11 +111,15 @@ class HopliteWorker(WorkerPlugin):
             worker.handlers.pop(name, None)
         for key in list(self.expected):
             self._unexpect(key)
+        for landing in self.landing.values():
+            landing.cancel()
         await self.puller.close()
         self.shelf.close(ConnectionError("Hoplite was uninstalled"))
 
     def transition(self, key: Key, start: str, finish: str, **kwargs: Any) -> None:
         """Let go of what Dask has no use for any more."""
+        if key in self.landing and start in FLYING and finish not in FLYING:
+            self.landing.pop(key).set_result(None)
         if start == "memory":
             self.shelf.discard(key)
         elif finish == "cancelled" and start == "flight":
@@ -271,9 +279,17 @@ class HopliteWorker(WorkerPlugin):
         """
 
         async def hold(key: Key) -> None:
-            if key not in self.worker.data:
-                value = await self._pull(key, nbytes[key])
-                self.worker.update_data({key: value}, stimulus_id=f"hoplite-{clock.time()}")
+            while key not in self.worker.data:
+                value, incoming = await self.puller.pull(key, nbytes[key])
+                self._log_received(key, value, incoming)
+                ts = self.worker.state.tasks.get(key)
+                if ts is None or ts.state not in FLYING:
+                    self.worker.update_data({key: value}, stimulus_id=f"hoplite-{clock.time()}")
+                    return
+                # Dask's own fetch has begun meanwhile: it is what puts the object in its place.
+                # It joins this pull, which is kept for that long.
+                with self.puller.kept(incoming):
+                    await self._landed(key)
 
         results = await asyncio.gather(*map(hold, nbytes), return_exceptions=True)
         failed = {
@@ -284,6 +300,11 @@ class HopliteWorker(WorkerPlugin):
         if failed:
             return {"status": "partial-fail", "keys": list(failed), "reasons": failed}
         return {"status": "OK"}
+
+    async def _landed(self, key: Key) -> None:
+        """Wait until Dask's state machine is through with a fetch."""
+        landed = self.landing.setdefault(key, asyncio.get_running_loop().create_future())
+        await asyncio.shield(landed)
 
     async def cancel(self, key: Key, epoch: int) -> None:
         """Stop receiving an object, unless what is being received now is a later generation."""

@@ -9,6 +9,7 @@ import pytest
 from distributed import Client, Event, Nanny, Worker
 from distributed.client import FutureCancelledError
 from distributed.utils_test import gen_cluster
+from distributed.worker_state_machine import AcquireReplicasEvent
 
 import dask_hoplite as hoplite
 from dask_hoplite import Hoplite, NotInstalledError, ObjectTooLargeError, TransferError
@@ -126,6 +127,33 @@ async def test_a_wish_is_fulfilled_whenever_its_object_comes(c, s, *workers):
     plugin(s).wishes.add(x.key, None)
     await Event("go", client=c).set()
     await until(lambda: len(holders(s, x)) == 4)
+
+
+@hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 2)
+async def test_a_copy_that_dask_begins_to_fetch_itself_meanwhile(c, s, a, b):
+    """Of two that bring an object to a worker, Dask's state machine is the one that puts it."""
+    await c.register_plugin(Hoplite())
+    x = hosted(c, worker=a.address)
+    await x
+    b_side = b.plugins["hoplite"]
+    pull = b_side.puller.pull
+
+    async def overtaken(key, nbytes):
+        b_side.puller.pull = pull
+        pulled = await pull(key, nbytes)
+        b.handle_stimulus(
+            AcquireReplicasEvent(
+                who_has={key: [a.address]}, nbytes={key: nbytes}, stimulus_id="test"
+            )
+        )
+        assert b.state.tasks[key].state == "flight"
+        return pulled
+
+    b_side.puller.pull = overtaken
+    assert await b_side.acquire({x.key: 100_000}) == {"status": "OK"}
+    assert np.array_equal(b.data[x.key], array())
+    await until(lambda: len(plugin(s).directory.log()) == 1)  # received once
+    assert not b_side.landing and not b_side.puller.incoming
 
 
 @hoplite_cluster()

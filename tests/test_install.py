@@ -129,7 +129,7 @@ async def test_restart():
         status = await hoplite.status(client=c)
         assert not status["objects"]
         y = await hoplite.broadcast(array(seed=1), client=c)
-        assert len(cluster.scheduler.tasks[y.key].who_has) == 2
+        await until(lambda: len(cluster.scheduler.tasks[y.key].who_has) == 2)
 
 
 @gen_test()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from time import monotonic
 from typing import Any
 
@@ -335,6 +336,18 @@ class Puller:
             incoming.waiters -= 1
             # Not before: one who comes while others are still being served is served too.
             if not incoming.waiters and incoming.task.done():
+                self.forget(incoming)
+
+    @contextmanager
+    def kept(self, incoming: Incoming) -> Iterator[None]:
+        """Let others join an object that has come, within the block."""
+        self.incoming.setdefault(incoming.key, incoming)
+        incoming.waiters += 1
+        try:
+            yield
+        finally:
+            incoming.waiters -= 1
+            if not incoming.waiters:
                 self.forget(incoming)
 
     def cancel(self, key: Key) -> None:
