@@ -376,6 +376,3 @@ def _is_collection(data: Any) -> bool:
     return type(data) in (list, tuple, set, frozenset) or (
         isinstance(data, tuple) and hasattr(data, "_fields")
     )
-
-
-__all__ = ["NAME", "ClientExtension", "extension"]

@@ -146,7 +146,7 @@ class Incoming:
         self.shares_host = False
         self.hops = 1
         self.waiters = 0
-        self.asked = self.first_byte = self.start = self.stop = monotonic()
+        self.asked = self.first_byte = self.stop = monotonic()
         self.task = asyncio.create_task(self._run(), name=f"hoplite-pull-{key}")
         self.task.add_done_callback(lambda _: self._end())
 
