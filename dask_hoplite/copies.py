@@ -385,7 +385,10 @@ class Copies:
     async def acquire(self, worker: str, nbytes: Mapping[Key, int]) -> dict[Key, str]:
         """Let a worker get objects; return those that it could not get, and why."""
         try:
-            answer = await self.scheduler.rpc(worker).hoplite_acquire(nbytes=dict(nbytes))
+            first = next(iter(nbytes))
+            answer = await self.scheduler.rpc(worker).hoplite_acquire(
+                nbytes=dict(nbytes), decided={first: self.hoplite.decide_ahead(first, worker)}
+            )
         except OSError as error:
             logger.warning("Hoplite: %s left while it received: %s", worker, error)
             return dict.fromkeys(nbytes, f"left: {error}")

@@ -16,8 +16,9 @@ from distributed.active_memory_manager import (
     ReduceReplicas,
     SuggestionGenerator,
 )
+from distributed.core import Status
 from distributed.protocol.pickle import dumps
-from distributed.scheduler import WorkerState
+from distributed.scheduler import TaskState, WorkerState
 
 import dask_hoplite
 from dask_hoplite.config import Config
@@ -130,10 +131,12 @@ class Hoplite(SchedulerPlugin):
             "scatter": copies.scatter,
             "replicate": copies.replicate,
             "gather_on_worker": copies.gather_on_worker,
+            "_task_to_msg": self.task_to_msg,
             "remove_plugin": self.remove_plugin,
             "unregister_scheduler_plugin": self.unregister,
         }
         self.plain_remove_plugin = scheduler.remove_plugin
+        self.plain_task_to_msg = scheduler._task_to_msg
         self.replaced: dict[str, Callable[..., Any]] = {}
         for name, method in methods.items():
             setattr(scheduler, name, method)
@@ -235,6 +238,37 @@ class Hoplite(SchedulerPlugin):
     async def _fulfil_soon(self, key: Key) -> None:
         self.fulfil([key])
 
+    def task_to_msg(self, ts: TaskState, *args: Any) -> dict[str, Any]:
+        """In place of :meth:`distributed.Scheduler._task_to_msg`: a task brings the decision about
+        the large object that its worker will have to get.
+
+        That worker need not ask, and since tasks are sent in the order of their priorities while
+        questions come in any order, repeated work takes the same ways, whose connections exist.
+        """
+        message = self.plain_task_to_msg(ts, *args)
+        ws = ts.processing_on
+        if ws is not None and ws.status == Status.running:
+            missing = [
+                dts
+                for dts in ts.dependencies
+                if dts.nbytes >= self.config.min_size and ws not in (dts.who_has or ())
+            ]
+            # With several, Dask decides when it gets which.
+            if len(missing) == 1 and (pull := self.decide_ahead(missing[0].key, ws.address)):
+                message["annotations"] = {**message["annotations"], NAME: pull}
+        return message
+
+    def decide_ahead(self, key: Key, worker: str) -> dict[str, Any] | None:
+        """Find a source for a worker that does not know yet that it will get an object.
+
+        Only for one that receives nothing else, and so will begin at once: others may have to
+        wait for it.
+        """
+        nbytes = self.nbytes(key)
+        if nbytes is None or self.directory.receives(worker):
+            return None
+        return self._decide(Wanted(key, worker, nbytes, ahead=True))
+
     # Events and instructions
 
     def handle(self, event: Event) -> list[Instruction]:
@@ -243,10 +277,12 @@ class Hoplite(SchedulerPlugin):
 
     async def tell(self, event: dict[str, Any]) -> dict[str, Any] | None:
         """A worker tells of an event; the answer is what it is to do, if anything."""
-        told = decode(event)
-        if isinstance(told, Wanted):
-            told = replace(told, expected=self._expected(told.key))
-        own = [i for i in self.handle(told) if i.receiver == told.receiver]
+        return self._decide(decode(event))
+
+    def _decide(self, event: Any) -> dict[str, Any] | None:
+        if isinstance(event, Wanted):
+            event = replace(event, expected=self._expected(event.key))
+        own = [i for i in self.handle(event) if i.receiver == event.receiver]
         return encode(own[0]) if own else None
 
     def log_event(self, topic: str, msg: Any) -> None:
@@ -304,6 +340,12 @@ class Hoplite(SchedulerPlugin):
         """Whether Hoplite moves this key."""
         ts = self.scheduler.tasks.get(key)
         return ts is not None and ts.nbytes >= self.config.min_size and not ts.actor
+
+    def nbytes(self, key: Key) -> int | None:
+        """The size of an object that Hoplite moves."""
+        if (put := self.copies.puts.get(key)) is not None:
+            return put.nbytes
+        return self.scheduler.tasks[key].nbytes if self.is_large(key) else None
 
     def _expected(self, key: Key) -> int:
         """How many workers may want this object about now."""

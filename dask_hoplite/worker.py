@@ -22,8 +22,8 @@ from distributed.worker_state_machine import (
     StateMachineEvent,
 )
 
-from dask_hoplite.core.events import Abandoned, Event, Finished, Key
-from dask_hoplite.core.instructions import Instruction
+from dask_hoplite.core.events import Abandoned, Declined, Event, Finished, Key
+from dask_hoplite.core.instructions import Instruction, Pull
 from dask_hoplite.exceptions import CancelledPullError, HopliteError
 from dask_hoplite.failed_dependency import FailedDependencyEvent
 from dask_hoplite.messages import decode, encode
@@ -99,6 +99,8 @@ class HopliteWorker(WorkerPlugin):
             "hoplite_cancel": self.cancel,
         }
         worker.handlers.update(self.handlers)
+        self.plain_compute_task = worker.stream_handlers["compute-task"]
+        worker.stream_handlers["compute-task"] = self.compute_task
         worker.gather_dep = self.gather_dep  # type: ignore[method-assign]
         self.plain_get_client = worker._get_client
         worker._get_client = self.get_client  # type: ignore[method-assign]
@@ -107,6 +109,7 @@ class HopliteWorker(WorkerPlugin):
         """Put everything back."""
         worker.__dict__.pop("gather_dep", None)
         worker.__dict__.pop("_get_client", None)
+        worker.stream_handlers["compute-task"] = self.plain_compute_task
         for name in self.handlers:
             worker.handlers.pop(name, None)
         for key in list(self.expected):
@@ -155,6 +158,25 @@ class HopliteWorker(WorkerPlugin):
         return ts is not None and ts.get_nbytes() >= self.min_size
 
     # Fetching for Dask
+
+    def compute_task(self, *, annotations: dict[str, Any], **message: Any) -> None:
+        """In place of Dask's handler: a task may come with a source for its large dependency."""
+        decided = annotations.pop(TOPIC, None)
+        self.plain_compute_task(annotations=annotations, **message)
+        if decided is not None:
+            pull = decode(decided)
+            ts = self.worker.state.tasks.get(pull.key)
+            if (
+                ts is None
+                or ts.state != "flight"
+                or not self.puller.begin(pull.key, ts.get_nbytes(), pull)
+            ):
+                self._decline(pull)
+
+    def _decline(self, pull: Pull) -> None:
+        """Tell that something decided ahead is of no use here."""
+        self.shelf.announce(pull.key)  # those who wait for it here learn that it does not come
+        self.report(Declined(pull.key, self.address, pull.epoch))
 
     async def gather_dep(
         self, worker: str, to_gather: Collection[Key], total_nbytes: int, *, stimulus_id: str
@@ -269,14 +291,22 @@ class HopliteWorker(WorkerPlugin):
 
     # Copies that the scheduler asks for
 
-    async def acquire(self, nbytes: dict[Key, int]) -> dict[str, Any]:
-        """Get and hold objects of the given sizes.
+    async def acquire(
+        self, nbytes: dict[Key, int], decided: dict[Key, dict[str, Any] | None] | None = None
+    ) -> dict[str, Any]:
+        """Get and hold objects of the given sizes, some from sources that are decided on already.
 
         Returns
         -------
         dict
             ``status`` is "OK", or "partial-fail" with ``keys`` that failed and the reasons.
         """
+
+        for key, told in (decided or {}).items():
+            if told is not None:
+                pull = decode(told)
+                if key in self.worker.data or not self.puller.begin(key, nbytes[key], pull):
+                    self._decline(pull)
 
         async def hold(key: Key) -> None:
             while key not in self.worker.data:
@@ -324,8 +354,12 @@ class HopliteWorker(WorkerPlugin):
         offset: int = 0,
         identity: str = "",
         affinity: str = "",
+        early: bool = False,
     ) -> dict[str, Any] | NoReply:
-        """Send an object to ``receiver``, from ``offset`` on."""
+        """Send an object to ``receiver``, from ``offset`` on.
+
+        ``early``: it may ask before this worker knows that it will have the object.
+        """
         worker = self.worker
         nbytes = 0
         if (ts := worker.state.tasks.get(key)) is not None:
@@ -335,6 +369,8 @@ class HopliteWorker(WorkerPlugin):
         worker.transfer_outgoing_bytes += nbytes
         start = clock.time()
         try:
+            if early:
+                await self.shelf.announced(key, self.stall_timeout)
             answer = await serve(comm, self.shelf, key, offset, identity, affinity)
         finally:
             worker.transfer_outgoing_count -= 1

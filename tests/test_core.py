@@ -10,6 +10,7 @@ from dask_hoplite.core.cost import CostModel
 from dask_hoplite.core.directory import PATIENCE, Directory
 from dask_hoplite.core.events import (
     Abandoned,
+    Declined,
     Finished,
     Progressed,
     Pushed,
@@ -623,3 +624,40 @@ def test_a_hop_far_down_counts_for_one():
     depth = story.tree.transfers["c1"].depth
     story.finish("c1", latency=0.5, seconds=20.0)
     assert cost.latency == 0.5 / depth
+
+
+def test_a_source_that_was_decided_for_ahead_may_not_know_yet():
+    story = Story("a1 b1 c1 d1", holders="a1")
+    first = story.ask(Wanted("x", "b1", NBYTES, ahead=True))
+    second = story.ask(Wanted("x", "c1", NBYTES, ahead=True))
+    assert (first.source, first.early) == ("a1", False)
+    assert (second.source, second.early) == ("b1", True)
+    story.progress("c1", 10)
+    assert not story.ask(Wanted("x", "d1", NBYTES)).early, "c1 has shown that it knows"
+
+
+def test_a_source_that_did_not_begin_is_offered_to_nobody_else():
+    story = Story("a1 b1 c1 d1", holders="a1")
+    story.ask(Wanted("x", "b1", NBYTES, ahead=True))
+    assert story.want("c1") == "b1"
+    assert story.fail("c1").source == "a1"
+    assert "b1" not in story.tree.transfers
+    assert story.want("d1") == "c1"
+    assert story.want("b1") == "d1", "it may still ask"
+
+
+def test_what_was_decided_ahead_and_is_not_needed_is_forgotten():
+    story = Story("a1 b1", holders="a1")
+    story.ask(Wanted("x", "b1", NBYTES, ahead=True))
+    assert story.directory.receives("b1")
+    story.handle(Declined("x", "b1", story.epochs["b1"]))
+    assert not story.directory.receives("b1")
+    assert not story.directory.trees
+
+
+def test_declining_does_not_end_what_was_asked_for_since():
+    story = Story("a1 b1", holders="a1")
+    ahead = story.ask(Wanted("x", "b1", NBYTES, ahead=True))
+    story.want("b1")
+    story.handle(Declined("x", "b1", ahead.epoch))
+    assert story.directory.receives("b1")

@@ -17,6 +17,7 @@ from hypothesis.stateful import (
 from dask_hoplite.core.directory import Directory
 from dask_hoplite.core.events import (
     Abandoned,
+    Declined,
     Finished,
     Progressed,
     Pushed,
@@ -196,10 +197,16 @@ class Transfers(RuleBasedStateMachine):
     def holder_disappears(self, key, worker):
         self.holders[key].discard(worker)
 
-    @rule(key=keys, worker=workers, portion=portions, expected=st.integers(1, 20))
-    def want(self, key, worker, portion, expected):
+    @rule(
+        key=keys,
+        worker=workers,
+        portion=portions,
+        expected=st.integers(1, 20),
+        ahead=st.booleans(),
+    )
+    def want(self, key, worker, portion, expected, ahead):
         assume(worker in self.directory.hosts)
-        self.ask(Wanted(key, worker, KEYS[key], portion * KEYS[key] // 10, expected))
+        self.ask(Wanted(key, worker, KEYS[key], portion * KEYS[key] // 10, expected, ahead))
 
     @rule(key=keys, some=st.lists(workers, min_size=2, unique=True), expected=st.integers(1, 20))
     def many_want(self, key, some, expected):
@@ -264,9 +271,14 @@ class Transfers(RuleBasedStateMachine):
             self.failed[event.key, event.receiver].add(row.source)
             tree = self.directory.trees[event.key]
             tree.landed.pop(row.source, None)  # as the directory does, for all others too
+            peer = tree.transfers.get(row.source)
+            gone = peer is not None and peer.ahead
             able = self.able(event.key, event.receiver)
             told = self.ask(event)
             assert isinstance(told, Pull) == bool(able)
+            if gone:  # it did not begin
+                assert self.row(event.key, peer.receiver) is None
+                self.forget(event.key, peer.receiver)
         else:
             told = self.ask(event)
             assert (told.source, told.epoch) == (row.source, row.epoch)
@@ -288,6 +300,16 @@ class Transfers(RuleBasedStateMachine):
         assert self.handle(event) == []
         assert self.row(event.key, event.receiver) is None
         self.forget(event.key, event.receiver)
+
+    @precondition(lambda self: self.told)
+    @rule(data=st.data())
+    def decline(self, data):
+        key, worker, epoch = self.receiver(data)
+        present = epoch == self.row(key, worker).epoch
+        assert self.handle(Declined(key, worker, epoch)) == []
+        assert (self.row(key, worker) is None) == present
+        if present:
+            self.forget(key, worker)
 
     @rule(key=keys)
     def release(self, key):

@@ -9,6 +9,7 @@ from collections import namedtuple
 import numpy as np
 import pytest
 from distributed import Client, LocalCluster, wait
+from distributed.core import Status
 from distributed.utils_test import gen_cluster, gen_test
 
 import dask_hoplite as hoplite
@@ -62,6 +63,42 @@ async def test_second_request_joins_the_first(c, s, *workers):
 
 def x_wire(n):
     return n  # one frame: an array's memory and nothing else
+
+
+@hoplite_cluster()
+async def test_a_task_brings_the_source_of_its_dependency(c, s, *workers):
+    await c.register_plugin(Hoplite())
+    asked = []
+    s.handlers["hoplite_tell"] = asked.append
+    for seed in range(2):  # tasks come in order of submission, and so do the links of the chain
+        x = hosted(c, worker=workers[0].address, seed=seed)
+        await x
+        assert await on_each(c, x, workers) == [array(seed=seed).sum(dtype=int)] * 4
+        await until(lambda key=x.key: len(finished(s, key)) == 3)
+        rows = sorted(finished(s, x.key), key=lambda row: row["start"])
+        assert [r["receiver"] for r in rows] == [w.address for w in workers[1:]]
+        assert [r["source"] for r in rows] == [w.address for w in workers[:3]]
+    assert not asked
+    tasks = [ts for worker in workers for ts in worker.state.tasks.values()]
+    assert not any("hoplite" in (ts.annotations or {}) for ts in tasks)
+
+
+@hoplite_cluster()
+async def test_a_source_that_is_brought_too_early_is_declined(c, s, a, b, *workers):
+    """It is Dask that decides when a worker fetches."""
+    await c.register_plugin(Hoplite())
+    x = hosted(c, worker=a.address)
+    await x
+    b.status = Status.paused
+    await until(lambda: s.workers[b.address].status == Status.paused)
+    ws = s.workers[b.address]
+    ws.status = Status.running  # as long as word is on its way
+    s.running.add(ws)
+    y = c.submit(np.sum, x, workers=[b.address])
+    await until(lambda: "declined" in [r["status"] for r in plugin(s).directory.log()])
+    assert not plugin(s).directory.trees
+    b.status = Status.running
+    assert await y == array().sum(dtype=int)
 
 
 @hoplite_cluster()

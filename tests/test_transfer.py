@@ -178,3 +178,21 @@ def test_discarding_fails_those_who_wait_for_a_promise():
         assert not shelf.entries
 
     asyncio.run(main())
+
+
+def test_shelf_waits_for_what_is_about_to_be_announced():
+    async def main():
+        shelf = Shelf({"there": 1})
+        await shelf.announced("there", 10)
+        waiting = [asyncio.create_task(shelf.announced("x", 10)) for _ in range(3)]
+        await asyncio.sleep(0)
+        waiting[0].cancel()  # one that leaves does not disturb the others
+        await asyncio.wait({waiting[0]})
+        assert not waiting[1].done()
+        shelf.promise("x")
+        await asyncio.gather(*waiting[1:])
+        await shelf.announced("x", 10)
+        await shelf.announced("never", 0.01)
+        assert not shelf.awaited
+
+    asyncio.run(main())

@@ -14,6 +14,7 @@ from typing import Any
 from dask_hoplite.core.cost import CostModel
 from dask_hoplite.core.events import (
     Abandoned,
+    Declined,
     Event,
     Finished,
     Key,
@@ -142,6 +143,7 @@ class Directory:
         if transfer is None:
             transfer = self._begin(tree, event.receiver)
         self._hear(tree, transfer)
+        transfer.ahead = event.ahead
         self._advance(transfer, event.received)
         return self._decide(tree, transfer)
 
@@ -194,7 +196,11 @@ class Directory:
         if transfer is None:
             return self._overtaken(event)
         self._advance(transfer, event.received)
-        return self._replace_source(self.trees[event.key], transfer, event.reason)
+        tree = self.trees[event.key]
+        peer = tree.transfers.get(transfer.source or "")
+        if peer is not None and peer.ahead:
+            self._end(tree, peer, "did not begin")  # or others would be sent to it too
+        return self._replace_source(tree, transfer, event.reason)
 
     @_handle.register
     def _finished(self, event: Finished) -> list[Instruction]:
@@ -221,6 +227,13 @@ class Directory:
         if transfer is not None:
             self._advance(transfer, event.received)
             self._end(self.trees[event.key], transfer, event.reason)
+        return []
+
+    @_handle.register
+    def _declined(self, event: Declined) -> list[Instruction]:
+        transfer = self._present(event)
+        if transfer is not None:
+            self._end(self.trees[event.key], transfer, "declined")
         return []
 
     @_handle.register
@@ -282,6 +295,8 @@ class Directory:
     def _pull(self, transfer: Transfer) -> Pull:
         assert transfer.source is not None
         host = self.hosts.get(transfer.receiver)
+        tree = self.trees[transfer.key]
+        peer = tree.transfers.get(transfer.source)
         return Pull(
             transfer.key,
             transfer.receiver,
@@ -289,7 +304,8 @@ class Directory:
             transfer.epoch,
             transfer.reason,
             shares_host=self.crowds[host] > 1 if host is not None else False,
-            hops=self.trees[transfer.key].receivers,
+            hops=tree.receivers,
+            early=peer is not None and peer.ahead,
         )
 
     # Bookkeeping
@@ -338,6 +354,7 @@ class Directory:
 
     def _hear(self, tree: Tree, transfer: Transfer) -> None:
         transfer.heard = self.now
+        transfer.ahead = False
         if transfer.silent:
             tree.unmute(transfer)
 
@@ -380,6 +397,10 @@ class Directory:
         self.ended.append(self._row(transfer, status, self.now))
 
     # What people see
+
+    def receives(self, worker: str) -> bool:
+        """Whether anything is on its way to a worker."""
+        return any(worker in tree.transfers for tree in self.trees.values())
 
     def _row(self, transfer: Transfer, status: str, stop: float | None) -> dict[str, Any]:
         return {

@@ -32,7 +32,8 @@ class Wanted:
     """A worker needs an object and asks for a source.
 
     ``received`` bytes of it are there already (from an earlier source); ``expected`` is how many
-    workers are believed to want the same object about now.
+    workers are believed to want the same object about now; ``ahead``: it does not know yet that it
+    will need it, and is told together with the decision.
     """
 
     key: Key
@@ -40,6 +41,7 @@ class Wanted:
     nbytes: int
     received: int = 0
     expected: int = 1
+    ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,15 @@ class Abandoned:
 
 
 @dataclass(frozen=True, slots=True)
+class Declined:
+    """The receiver has no use for what was decided ahead, unless it has asked by itself since."""
+
+    key: Key
+    receiver: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class Released:
     """The object has no user left, or all of it is lost: this generation of the key is over."""
 
@@ -127,5 +138,6 @@ Event = (
     | SourceFailed
     | Finished
     | Abandoned
+    | Declined
     | Released
 )

@@ -12,7 +12,8 @@ class Pull:
     """Let ``receiver`` take the object from ``source``; all reports about it carry ``epoch``.
 
     ``shares_host``: whether there are other workers on the receiver's host; ``hops``: how many
-    receivers there may be in a row.
+    receivers there may be in a row; ``early``: whether the source may not know yet that it will
+    have the object.
     """
 
     key: Key
@@ -22,6 +23,7 @@ class Pull:
     reason: str
     shares_host: bool = False
     hops: int = 1
+    early: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ class Transfer:
     heard: float = 0.0  #: when the receiver last said anything
     moved: float = 0.0  #: when it last had more bytes than before
     silent: bool = False  #: it seems to be frozen or cut off
+    ahead: bool = False  #: the receiver has not shown yet that it knows of it
     since: int = 0  #: all epochs of this transfer are greater
     keeps_busy: str | None = None  #: host in whose load it is counted
     tried: dict[str, str] = field(default_factory=dict)  #: sources that failed it, and why

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_right
+from collections.abc import Callable
+from contextlib import suppress
 from itertools import accumulate
 
 from distributed.protocol.utils import host_array
@@ -14,7 +16,9 @@ from dask_hoplite.transfer.layout import Layout
 class Buffer:
     """Frames that one writer fills from front to back, and any number of readers follow.
 
-    Offsets count bytes from the start of the first frame through to the end of the last.
+    Offsets count bytes from the start of the first frame through to the end of the last. Writer and
+    readers may be in different threads: the writer changes what there is and then calls those who
+    follow; these enlist first and then look.
 
     Parameters
     ----------
@@ -30,8 +34,8 @@ class Buffer:
         self.nbytes = layout.nbytes
         self.received = self.nbytes if frames is not None else 0
         self._ends = list(accumulate(layout.lengths))
-        self._error: BaseException | None = None
-        self._waiting: list[asyncio.Future[None]] = []
+        self.error: BaseException | None = None  #: why no more bytes will come
+        self._followers: dict[Callable[[], None], None] = {}
 
     def __repr__(self) -> str:
         return f"<Buffer {self.received} of {self.nbytes} bytes>"
@@ -62,13 +66,21 @@ class Buffer:
     def advance(self, nbytes: int) -> None:
         """Count bytes that were written behind those that are there."""
         self.received += nbytes
-        self._wake()
+        self._call()
 
     def fail(self, error: BaseException) -> None:
         """Tell all readers that no more bytes will come."""
-        if self._error is None and not self.complete:
-            self._error = error
-            self._wake()
+        if self.error is None and not self.complete:
+            self.error = error
+            self._call()
+
+    def follow(self, call: Callable[[], None]) -> None:
+        """Have something called, by the writer, at more bytes, or when no more will come."""
+        self._followers[call] = None
+
+    def unfollow(self, call: Callable[[], None]) -> None:
+        """Have it called no longer."""
+        self._followers.pop(call, None)
 
     async def beyond(self, offset: int) -> int:
         """Wait for bytes behind ``offset``; return how many bytes there are.
@@ -78,16 +90,24 @@ class Buffer:
         Exception
             The one given to :meth:`fail`, if no more will come.
         """
-        while self.received <= offset:
-            if self._error is not None:
-                raise self._error
-            waiting = asyncio.get_running_loop().create_future()
-            self._waiting.append(waiting)
-            await waiting
+        if self.received <= offset:
+            loop, more = asyncio.get_running_loop(), asyncio.Event()
+
+            def call() -> None:
+                with suppress(RuntimeError):  # the loop is closed: nobody waits
+                    loop.call_soon_threadsafe(more.set)
+
+            self.follow(call)
+            try:
+                while self.received <= offset:
+                    if self.error is not None:
+                        raise self.error
+                    await more.wait()
+                    more.clear()
+            finally:
+                self.unfollow(call)
         return self.received
 
-    def _wake(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for future in waiting:
-            if not future.done():
-                future.set_result(None)
+    def _call(self) -> None:
+        for call in tuple(self._followers):
+            call()

@@ -1,37 +1,33 @@
 """Bytes over an established Dask connection.
 
 After the request and its answer, two ordinary Dask messages, the object's bytes follow with no
-framing on the connection's own stream (TCP and TLS), and afterwards the connection is an ordinary
-Dask connection again. A receiver takes whatever has arrived and makes it available at once: there
-is no chunk size. On other transports, whose streams we do not have, bytes go in messages.
+framing on the connection's own stream, and afterwards the connection is an ordinary Dask connection
+again. A receiver takes whatever has arrived and makes it available at once: there is no chunk size.
+On TCP, a thread moves them; with TLS, the event loop, since only the stream has the key. On other
+transports, whose streams we do not have, bytes go in messages.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import socket
-from time import monotonic
 
 from distributed.comm.core import Comm, CommClosedError
 from distributed.comm.tcp import TCP, TLS, convert_stream_closed_error
 from tornado.iostream import IOStream, StreamClosedError
 
 from dask_hoplite.transfer.buffer import Buffer
-
-#: The most that is read or written at once, in bytes: bounds the time in which the event loop does
-#: nothing else (a copy of 4 MiB takes about 1 ms), and is far more than a socket holds.
-PIECE = 4 * 2**20
-
-#: Each wake-up costs some 0.1 ms of a core, whatever it brings, and so it pays to let bytes gather.
-#: All hops together may be late by this share of the whole transfer; one by so many seconds.
-GATHER_SHARE, GATHER_MOST = 1 / 100, 0.002
+from dask_hoplite.transfer.pump import PIECE, PUMP, Move, Receive, Send
 
 
 def path(comm: Comm, address: str) -> str:
     """How bytes go over a connection to or at this address, for people to read."""
     kind = "stream" if isinstance(comm, TCP) else "messages"
     return f"{address.split('://')[0]} {kind}"
+
+
+def by_pump(comm: Comm) -> bool:
+    """Whether a thread can move bytes over this connection."""
+    return isinstance(comm, TCP) and not isinstance(comm, TLS)
 
 
 async def send(comm: Comm, buffer: Buffer, offset: int) -> None:
@@ -43,6 +39,12 @@ async def send(comm: Comm, buffer: Buffer, offset: int) -> None:
         If the connection breaks. It is unusable after any error, and closed.
     """
     try:
+        if by_pump(comm):
+            stream = _stream(comm)  # type: ignore[arg-type]
+            await stream.write(b"")  # what is still in its buffer, first
+            if offset < buffer.nbytes:
+                await _pumped(stream, Send(stream.socket, buffer, offset))
+            return
         while offset < buffer.nbytes:
             have = await buffer.beyond(offset)
             piece = buffer.piece(offset, min(have, offset + PIECE))
@@ -77,8 +79,10 @@ async def receive(comm: Comm, buffer: Buffer, hops: int = 1) -> None:
         If the connection breaks. It is unusable after any error, and closed.
     """
     try:
-        if isinstance(comm, TCP):
-            await _receive_stream(comm, buffer, hops)
+        if by_pump(comm):
+            await _receive_socket(comm, buffer, hops)  # type: ignore[arg-type]
+        elif isinstance(comm, TCP):
+            await _receive_stream(comm, buffer)
         else:
             while not buffer.complete:
                 buffer.advance(await _read_message(comm, buffer))
@@ -90,22 +94,50 @@ async def receive(comm: Comm, buffer: Buffer, hops: int = 1) -> None:
         raise
 
 
-async def _receive_stream(comm: TCP, buffer: Buffer, hops: int) -> None:
-    gathering = None if isinstance(comm, TLS) else Gathering(_stream(comm), buffer, hops)
+async def _receive_stream(comm: TCP, buffer: Buffer) -> None:
+    """Take bytes by the event loop."""
+    while not buffer.complete:
+        view = buffer.piece(buffer.received, buffer.received + PIECE)
+        read = _stream(comm).read_into(view, partial=True)  # type: ignore[arg-type]
+        more = read.done()  # type: ignore[attr-defined]
+        buffer.advance(await read)
+        if more:
+            # A fast sender always has more: let those run who send it on.
+            await asyncio.sleep(0)
+
+
+async def _receive_socket(comm: TCP, buffer: Buffer, hops: int) -> None:
+    """Take bytes by the pump."""
+    stream = _stream(comm)
+    while stream._read_buffer_size and not buffer.complete:
+        view = buffer.piece(buffer.received, buffer.nbytes)
+        buffer.advance(await stream.read_into(view, partial=True))  # type: ignore[arg-type]
+    if not buffer.complete:
+        await _pumped(stream, Receive(stream.socket, buffer, hops))
+
+
+async def _pumped(stream: IOStream, move: Move) -> None:
+    """Make a move with the socket of a stream, which does not touch it meanwhile.
+
+    Tornado has no public way to lend a socket. This is what its own ``start_tls`` does to exchange
+    one, and ``set_close_callback`` makes it listen again.
+    """
+    told = stream._close_callback
+
+    def closed() -> None:
+        move.finish(StreamClosedError())
+        if told is not None:
+            told()
+
+    stream.set_close_callback(closed)
+    if stream._state is not None:
+        stream.io_loop.remove_handler(stream.socket)
+        stream._state = None
     try:
-        while not buffer.complete:
-            view = buffer.piece(buffer.received, buffer.received + PIECE)
-            read = _stream(comm).read_into(view, partial=True)  # type: ignore[arg-type]
-            more = read.done()  # type: ignore[attr-defined]
-            buffer.advance(await read)
-            if more:
-                # A fast sender always has more: let those run who send it on.
-                await asyncio.sleep(0)
-            if gathering is not None:
-                gathering.adjust()
+        await PUMP.make(move)
     finally:
-        if gathering is not None:
-            gathering.stop()
+        if not stream.closed():
+            stream.set_close_callback(told)
 
 
 async def send_marks(comm: Comm, buffer: Buffer) -> None:
@@ -142,43 +174,6 @@ async def receive_marks(comm: Comm, buffer: Buffer) -> None:
     except BaseException:
         comm.abort()
         raise
-
-
-class Gathering:
-    """Lets bytes gather in the socket for as long as that delays nobody noticeably.
-
-    The kernel wakes us only when so many bytes are there as come, at the present rate, in a small
-    part of the time that the whole object takes (``SO_RCVLOWAT``). Not for TLS, where the bytes on
-    the wire are not those that we count.
-    """
-
-    def __init__(self, stream: IOStream, buffer: Buffer, hops: int):
-        self.socket: socket.socket = stream.socket
-        self.share = GATHER_SHARE / hops
-        self.buffer = buffer
-        self.start = monotonic()
-        self.first = buffer.received
-        self.mark = 1
-
-    def adjust(self) -> None:
-        """Set the mark for what comes next."""
-        missing = self.buffer.nbytes - self.buffer.received
-        elapsed = monotonic() - self.start
-        rate = (self.buffer.received - self.first) / max(elapsed, 1e-6)
-        delay = min(self.buffer.nbytes / rate * self.share, GATHER_MOST)
-        mark = max(min(int(rate * delay), missing, PIECE), 1)
-        if self.mark > missing or not self.mark / 2 < mark < self.mark * 2:
-            self._set(mark)
-
-    def stop(self) -> None:
-        """Put the socket back into its ordinary state."""
-        if self.mark != 1:
-            self._set(1)
-
-    def _set(self, mark: int) -> None:
-        self.mark = mark
-        with contextlib.suppress(OSError):  # closed meanwhile: whoever reads next finds out
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, mark)
 
 
 async def _read_message(comm: Comm, buffer: Buffer) -> int:

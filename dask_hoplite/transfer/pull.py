@@ -55,6 +55,7 @@ async def take(
     buffer: Buffer | None,
     begin: Callable[[Layout, dict[str, Any] | None], Buffer],
     hops: int = 1,
+    early: bool = False,
 ) -> str:
     """Take from one source what is missing of an object.
 
@@ -76,6 +77,8 @@ async def take(
         if the memory cannot be had, and is then called without handle.
     hops : int
         How many receivers there may be in a row.
+    early : bool
+        Whether the source may not know yet that it will have the object.
 
     Returns
     -------
@@ -99,6 +102,7 @@ async def take(
             offset=buffer.received if buffer is not None else 0,
             identity=buffer.layout.identity if buffer is not None else "",
             affinity=affinity(),
+            early=early,
         )
         if answer is None:
             raise SourceFailedError("has no Hoplite")
@@ -134,16 +138,17 @@ async def unpack(buffer: Buffer) -> Any:
 class Incoming:
     """One object on its way to this worker, whoever may wait for it."""
 
-    def __init__(self, puller: Puller, key: Key, nbytes: int):
+    def __init__(self, puller: Puller, key: Key, nbytes: int, decided: Pull | None = None):
         self.puller = puller
         self.key = key
         self.nbytes = nbytes
+        self.decided = decided
         self.entry: Entry = puller.shelf.promise(key)
         self.buffer: Buffer | None = None
         self.epoch = 0
         self.source = ""
         self.path = ""
-        self.shares_host = False
+        self.shares_host = self.early = False
         self.hops = 1
         self.waiters = 0
         self.asked = self.first_byte = self.stop = monotonic()
@@ -210,14 +215,16 @@ class Incoming:
     async def _get(self) -> None:
         """Follow one source after the other until all bytes are there."""
         puller = self.puller
-        told = await puller.tell(Wanted(self.key, puller.address, self.nbytes))
+        told: Instruction | None = self.decided
+        if told is None:
+            told = await puller.tell(Wanted(self.key, puller.address, self.nbytes))
         while True:
             if isinstance(told, NoSource):
                 raise ObjectLostError(self.key, told.reason, told.tried)
             if not isinstance(told, Pull):
                 raise NotInstalledError("the scheduler has no Hoplite")
             self.source, self.epoch = told.source, told.epoch
-            self.shares_host, self.hops = told.shares_host, told.hops
+            self.shares_host, self.hops, self.early = told.shares_host, told.hops, told.early
             try:
                 instead = await self._follow()
             except OSError as error:
@@ -241,6 +248,7 @@ class Incoming:
                 buffer=self.buffer,
                 begin=self.begin,
                 hops=self.hops,
+                early=self.early,
             )
         )
         try:
@@ -301,6 +309,20 @@ class Puller:
         self.stall_timeout = stall_timeout
         self.incoming: dict[Key, Incoming] = {}
         self.slots = asyncio.Semaphore(SLOTS)
+
+    def begin(self, key: Key, nbytes: int, decided: Pull) -> bool:
+        """Start to get an object, from a source that is decided on, for those who will join.
+
+        Returns
+        -------
+        bool
+            Whether it was started; not, if it is on its way already.
+        """
+        incoming = self.incoming.get(key)
+        if incoming is not None and not incoming.failed:
+            return False
+        self.incoming[key] = Incoming(self, key, nbytes, decided)
+        return True
 
     async def pull(self, key: Key, nbytes: int) -> tuple[Any, Incoming]:
         """Get an object, or join those who wait for it already.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 from dask.sizeof import sizeof
@@ -48,14 +48,35 @@ class Shelf:
         self.data = data
         self.grace = grace
         self.entries: dict[Key, Entry] = {}
+        self.awaited: dict[Key, set[asyncio.Event]] = {}
 
     def promise(self, key: Key) -> Entry:
         """Announce an object that is about to come in; readers wait for its buffer."""
         self.discard(key)
         entry = self.entries[key] = Entry(asyncio.get_running_loop().create_future())
+        self.announce(key)
         # If nobody ever reads it, its failure is nobody's loss.
         entry.buffer.add_done_callback(lambda f: f.cancelled() or f.exception())
         return entry
+
+    def announce(self, key: Key) -> None:
+        """Wake those who wait to hear whether an object will come here."""
+        for event in self.awaited.pop(key, ()):
+            event.set()
+
+    async def announced(self, key: Key, timeout: float) -> None:
+        """Wait until it is known whether an object will come here; at most ``timeout`` seconds."""
+        if key not in self.entries and key not in self.data:
+            event = asyncio.Event()
+            self.awaited.setdefault(key, set()).add(event)
+            try:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(event.wait(), timeout)
+            finally:
+                if event in (events := self.awaited.get(key, set())):
+                    events.remove(event)
+                    if not events:
+                        del self.awaited[key]
 
     def discard(self, key: Key, error: BaseException | None = None) -> None:
         """Serve this object no longer. Readers of a whole one may finish; others get ``error``."""
