@@ -2,6 +2,7 @@
 
 python -m benchmarks lab         on emulated hosts whose network is the limit (needs root)
 python -m benchmarks loopback    on this machine as it is
+python -m benchmarks faults      what becomes of a broadcast when a host fails (needs root)
 python -m benchmarks side        what Hoplite does to everything else
 python -m benchmarks plot FILE   draw the records of an earlier run again
 """
@@ -17,10 +18,10 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from dask.utils import parse_bytes
+from dask.utils import format_bytes, parse_bytes
 from rich.console import Console
 
-from benchmarks import report
+from benchmarks import faults, report
 from benchmarks.cluster import SYSTEMS, Cluster, Loopback, Place
 from benchmarks.laboratory import Laboratory, LaboratoryError, why_not
 from benchmarks.measure import Comparison, Record
@@ -54,6 +55,16 @@ def main() -> None:
     loopback.add_argument("--workers", type=int, default=4)
     add_ops(loopback, OPS_WITHOUT_NETWORK, sizes=["64MiB", "256MiB"], reps=5)
     loopback.set_defaults(run=run_loopback)
+
+    fault = commands.add_parser(
+        "faults", parents=[common], help="hosts that fail during a broadcast, on emulated hosts"
+    )
+    fault.add_argument("--hosts", type=int, default=8)
+    fault.add_argument("--rate", default="200mbit", help="of each host, each way")
+    fault.add_argument("--size", type=parse_bytes, default=parse_bytes("128MiB"))
+    fault.add_argument("--cases", nargs="+", choices=faults.CASES, default=list(faults.CASES))
+    fault.add_argument("--reps", type=int, default=3)
+    fault.set_defaults(run=run_faults)
 
     side = commands.add_parser("side", parents=[common], help="side effects, on this machine")
     side.add_argument("--workers", type=int, default=4)
@@ -139,6 +150,24 @@ def compare_ops(
         about = report.header(title=title, **about)
         records = kept(path, about, comparison.ops(args.ops, args.sizes))
     show_ops(path, title, records)
+
+
+def run_faults(args: argparse.Namespace) -> None:
+    """Let hosts fail."""
+    if reason := why_not():
+        raise LaboratoryError(reason)
+    args.systems = ["hoplite"]
+    path = new_file(args)
+    title = f"{args.hosts} hosts, {args.rate}, {format_bytes(args.size)}"
+    with Laboratory(args.hosts, args.rate) as lab, clusters(args, lab, path) as [cluster]:
+        report.append(path, report.header(title=title, hosts=args.hosts, rate=args.rate))
+        records = []
+        for record in faults.run(lab, cluster, args.cases, args.size, args.reps, args.timeout):
+            report.append(path, record)
+            console.print(report.fault_line(record), soft_wrap=True)
+            records.append(record)
+    console.print(report.faults_table(records))
+    console.print(f"{path}", soft_wrap=True)
 
 
 def run_side(args: argparse.Namespace) -> None:

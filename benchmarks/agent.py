@@ -15,10 +15,11 @@ import os
 import sys
 import time
 import traceback
+from typing import Any
 
 from distributed import Client
 
-from benchmarks import side
+from benchmarks import faults, side
 from benchmarks.workloads import OPS, Copies, Workload
 
 
@@ -60,6 +61,22 @@ class Agent:
         figures = side.EFFECTS[name](self.client, shrink, self.hoplite)
         wait_until_empty(self.client)
         return figures
+
+    def warm_up(self) -> None:
+        """Spread something, so that connections exist and the speed of links is known."""
+        for _ in range(2):
+            workload = OPS["tasks"](self.client, 2**22)
+            workload.prepare()
+            workload.run()
+        del workload
+        wait_until_empty(self.client)
+
+    def faults(self, name: str, **arguments: Any) -> Any:
+        """Begin a broadcast that will be disturbed, or go on with it."""
+        if name == "begin":
+            self.workload = faults.Spread(self.client, **arguments)
+            return None
+        return getattr(self.workload, name)(**arguments)
 
 
 def wait_until_empty(client: Client, timeout: float = 60) -> None:

@@ -130,6 +130,10 @@ class Cluster:
         for process in self._processes:
             process.send_signal(number)
 
+    def worker(self, index: int) -> subprocess.Popen:
+        """The process of a worker."""
+        return self._processes[1 + index]
+
     def restart(self) -> None:
         """Start again from nothing."""
         self.stop()

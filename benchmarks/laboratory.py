@@ -193,6 +193,10 @@ class Laboratory:
         for namespace, device in self._ends(host):
             namespaces.shape("change", namespace, device, rate)
 
+    def tenth(self) -> str:
+        """A tenth of the rate of the hosts."""
+        return f"{namespaces.bytes_per_second(self.rate) * 8 / 1e4:.0f}kbit"
+
     def link_down(self, host: Host) -> None:
         """Pull a host's cable out of the switch: packets vanish, and nobody is told."""
         self._set_port(host, "down")

@@ -123,6 +123,39 @@ def summary(rows: list[Record], others: list[Record]) -> dict[str, str]:
     return cells
 
 
+def fault_line(record: Record) -> str:
+    """One repetition with a fault in a line."""
+    words = [f"{record['fault']} #{record['rep'] + 1}:"]
+    if record["host"] is not None:
+        words.append(f"host {record['host']};")
+    if record["seconds"]:
+        words.append(f"{len(record['seconds'])} others done after {max(record['seconds']):.2f} s")
+        words.append(f"({record['slower']:+.2f} s)")
+    for index, error in record["errors"].items():
+        words.append(f"[{index}: {error}]")
+    if record["returned"]:
+        words.append(f"the host that returned: {record['returned']}")
+    if not record["correct"]:
+        words.append("WRONG VALUES")
+    return " ".join(words)
+
+
+def faults_table(records: list[Record]) -> Table:
+    """One row per kind of fault."""
+    table = Table("fault", "n", "last other s", "than undisturbed", "×", "errors", "values")
+    normal = [max(r["seconds"]) for r in records if r["fault"] == "undisturbed" and r["seconds"]]
+    for (fault,), rows in grouped(records, "fault").items():
+        last = [max(row["seconds"]) for row in rows if row["seconds"]]
+        cells = ["", "", ""]
+        if last:
+            median, usual = statistics.median(last), statistics.median(normal)
+            cells = [f"{median:.2f}", f"{median - usual:+.2f} s", f"{median / usual:.2f}"]
+        errors = str(sum(len(row["errors"]) for row in rows))
+        values = "ok" if all(row["correct"] for row in rows) else "WRONG"
+        table.add_row(fault, str(len(rows)), *cells, errors, values)
+    return table
+
+
 def effects_table(records: list[Record]) -> Table:
     """One row per figure."""
     table = Table("figure (median)", "n", *SYSTEMS, "hoplite/plain")

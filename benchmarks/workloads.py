@@ -180,9 +180,9 @@ OPS: dict[str, type[Workload]] = {
 }
 
 
-def make(nbytes: int) -> np.ndarray:
-    """Make an array that no earlier one is equal to."""
-    return np.random.default_rng().random(nbytes // 4, dtype="f4")
+def make(nbytes: int, seed: int | None = None) -> np.ndarray:
+    """Make an array that no earlier one is equal to, unless it was of the same seed."""
+    return np.random.default_rng(seed).random(nbytes // 4, dtype="f4")
 
 
 def ends(array: np.ndarray) -> float:

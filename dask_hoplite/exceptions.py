@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import CancelledError
 
 
 class HopliteError(Exception):
@@ -37,8 +38,11 @@ class TransferError(HopliteError):
         return f"{self.key!r}: {self.reason}" + (f" ({tried})" if tried else "")
 
 
-class ObjectLostError(TransferError):
-    """No copy of the object is left, and nothing that it could be computed from."""
+class ObjectLostError(TransferError, CancelledError):
+    """No copy of the object is left, and nothing that it could be computed from.
+
+    It is a :class:`concurrent.futures.CancelledError`, too, as what Dask raises in its place.
+    """
 
 
 class CancelledPullError(TransferError):

@@ -10,6 +10,7 @@ from dataclasses import replace
 from time import monotonic, time
 from typing import Any
 
+from dask.utils import format_bytes
 from distributed import Scheduler, SchedulerPlugin
 from distributed.active_memory_manager import (
     ActiveMemoryManagerPolicy,
@@ -21,12 +22,14 @@ from distributed.protocol.pickle import dumps
 from distributed.scheduler import TaskState, WorkerState
 
 import dask_hoplite
+from dask_hoplite import lost_object
 from dask_hoplite.config import Config
 from dask_hoplite.copies import Copies
 from dask_hoplite.core.directory import Directory
 from dask_hoplite.core.events import Event, Key, Released, Wanted, WorkerJoined, WorkerLeft
 from dask_hoplite.core.instructions import Cancel, Instruction
 from dask_hoplite.core.wishes import Wishes
+from dask_hoplite.exceptions import ObjectLostError
 from dask_hoplite.messages import decode, encode
 from dask_hoplite.worker import TOPIC, HopliteWorker
 
@@ -97,6 +100,7 @@ class Hoplite(SchedulerPlugin):
             # There, nothing is ever copied: all objects are small.
             self.config = replace(self.config, min_size=sys.maxsize)
         self.wishes = Wishes()
+        self.losses: dict[Key, dict[str, str]] = {}  # where last copies were, and what happened
         self.tasks: set[asyncio.Task[Any]] = set()
         self._reset()
         for address in scheduler.workers:
@@ -147,6 +151,7 @@ class Hoplite(SchedulerPlugin):
         scheduler.handlers.update(self.added)
         self.plain_status_change = scheduler.stream_handlers["worker-status-change"]
         scheduler.stream_handlers["worker-status-change"] = self.worker_status_change
+        lost_object.install(scheduler, self.lost)
         self._replace_policies(
             ReduceReplicas, lambda policy: KeepWishedReplicas(policy, self.wishes)
         )
@@ -162,6 +167,7 @@ class Hoplite(SchedulerPlugin):
         scheduler.stream_handlers["worker-status-change"] = self.plain_status_change
         for name in self.added:
             scheduler.handlers.pop(name, None)
+        lost_object.uninstall(scheduler)
         self._replace_policies(KeepWishedReplicas, lambda policy: policy.policy)
         for task in self.tasks:
             task.cancel()
@@ -286,9 +292,21 @@ class Hoplite(SchedulerPlugin):
         return encode(own[0]) if own else None
 
     def log_event(self, topic: str, msg: Any) -> None:
-        """A worker reports what needs no answer."""
+        """A worker reports what needs no answer; or Dask, that it removes a worker."""
         if topic == TOPIC:
             self.perform(self.handle(decode(msg["event"])))
+        elif isinstance(msg, dict) and msg.get("action") == "remove-worker":
+            how = "left" if msg.get("expected") else "died, or was cut off"
+            for key in msg.get("lost-scattered-tasks", ()):
+                self.losses[key] = {msg.get("worker", topic): how}
+
+    def lost(self, ts: TaskState) -> Exception | None:
+        """What the loss of an object is reported as."""
+        where = self.losses.pop(ts.key, {})
+        if ts.nbytes < self.config.min_size:
+            return None
+        reason = f"the last copy of these {format_bytes(ts.nbytes)} is lost"
+        return ObjectLostError(ts.key, f"{reason}, and it was scattered, not computed", where)
 
     def perform(self, instructions: Iterable[Instruction]) -> None:
         """Carry out what the core decided for workers that did not ask."""

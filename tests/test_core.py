@@ -12,6 +12,7 @@ from dask_hoplite.core.events import (
     Abandoned,
     Declined,
     Finished,
+    Lagging,
     Progressed,
     Pushed,
     Released,
@@ -74,6 +75,10 @@ class Story:
 
     def progress(self, receiver, received):
         assert self.report(Progressed, receiver, received) == []
+
+    def lag(self, receiver, rate, received=0, epoch=None):
+        [told] = self.report(Lagging, receiver, received, rate, epoch=epoch)
+        return told
 
     def fail(self, receiver, received=0, epoch=None):
         [told] = self.report(SourceFailed, receiver, received, "reset", epoch=epoch)
@@ -203,7 +208,7 @@ def test_asking_again_gives_a_new_epoch():
 def test_wider_trees_use_places_that_were_none_before():
     story = Story("a1 b1 c1 d1 e1 f1 g1 h1", holders="a1")
     assert story.want("b1", "c1", "d1") == ["a1", "b1", "c1"]
-    story.directory.cost = SimpleNamespace(fan_out=lambda nbytes, receivers: 2)
+    story.directory.cost = SimpleNamespace(fan_out=lambda nbytes, receivers: 2, link=0.0)
     sources = story.want("e1", "f1", "g1", "h1")
     assert sources[0] == "a1"
     assert set(sources[1:]) == {"b1", "e1"}
@@ -280,7 +285,7 @@ def test_stalled_on_the_only_source_waits_for_long_but_not_for_ever():
 def test_stalled_behind_a_source_that_has_no_more_waits():
     story = Story("a1 b1 c1", holders="a1")
     story.want("b1", "c1")
-    story.progress("b1", 100)
+    story.lag("b1", 0.0, 100)
     told = story.stall("c1", 100)
     assert told == Wait("x", "c1", story.epochs["c1"], "b1 waits for its own source")
     assert story.tree.transfers["c1"].source == "b1"
@@ -306,13 +311,23 @@ def test_stalled_behind_a_silent_source_takes_its_place():
     story = Story("a1 b1 c1 d1", holders="a1")
     story.want("b1", "c1", "d1")
     story.progress("b1", 100)
-    story.now = 2 * TIMEOUT
-    assert isinstance(story.stall("c1", 100), Wait)
-    story.now += 0.1
+    story.now = TIMEOUT
+    story.lag("c1", 0.0, 100)
+    story.lag("d1", 0.0, 100)
     told = story.stall("c1", 100)
     assert (told.source, told.reason) == ("a1", "a complete copy that is free")
     assert story.tree._load["a"] == 1
-    assert isinstance(story.stall("d1", 100), Wait)  # c1 has just been heard
+    assert story.stall("d1", 100).source == "a1", "c1 has another source and still gives nothing"
+
+
+def test_stalled_behind_a_silent_one_that_complained_moves_in_the_end():
+    story = Story("a1 b1 c1", holders="a1")
+    story.want("b1", "c1")
+    story.lag("b1", 0.0, 100)
+    story.now = TIMEOUT
+    assert isinstance(story.stall("c1", 100), Wait)
+    story.now = 2 * TIMEOUT
+    assert story.stall("c1", 100).source == "a1"
 
 
 def test_who_is_silent_is_nobodys_source_until_it_speaks():
@@ -324,6 +339,105 @@ def test_who_is_silent_is_nobodys_source_until_it_speaks():
     assert story.report(Progressed, "b1", 300) == []
     assert story.tree._load["a"] == 2  # it is still fed by the same
     assert story.want("e1") == "b1"
+
+
+def chain(*, holders="a1"):
+    """b1, c1, d1 and e1 in a row, on links that carry 100 bytes per second."""
+    story = Story("a1 b1 c1 d1 e1 f1", holders=holders, cost=CostModel(link=100.0))
+    assert story.want("b1", "c1", "d1", "e1") == ["a1", "b1", "c1", "d1"]
+    return story
+
+
+def sources(story):
+    return {r: transfer.source for r, transfer in story.tree.transfers.items()}
+
+
+def test_a_slow_one_is_passed_and_ends_as_a_leaf():
+    story = chain()
+    assert isinstance(story.lag("b1", 10.0), Wait)
+    told = story.lag("c1", 10.0)
+    assert told.source == "a1" and "past b1, which is slow" in told.reason
+    assert story.want("f1") == "e1", "b1 would be nearer"
+    assert sources(story) == {"b1": "a1", "c1": "a1", "d1": "c1", "e1": "d1", "f1": "e1"}
+
+
+def test_who_is_below_moves_with_the_one_that_passes():
+    story = chain()
+    for receiver in ("e1", "d1"):  # in any order
+        assert isinstance(story.lag(receiver, 10.0), Wait)
+    assert isinstance(story.lag("c1", 10.0), Wait), "b1 has not complained: it may be c1 itself"
+    assert isinstance(story.lag("b1", 10.0), Wait)
+    assert isinstance(story.lag("d1", 10.0), Wait)
+    assert story.lag("c1", 10.0).source == "a1"
+    assert story.report(Progressed, "c1", 10) == []
+    assert sources(story) == {"b1": "a1", "c1": "a1", "d1": "c1", "e1": "d1"}
+
+
+def test_a_slow_one_in_the_middle_is_passed():
+    story = chain()
+    assert isinstance(story.lag("c1", 10.0), Wait)
+    assert isinstance(story.lag("e1", 10.0), Wait)
+    assert story.lag("d1", 10.0).source == "b1"
+
+
+def test_passing_that_does_not_help_is_undone_and_not_tried_again():
+    """As when the source's own link carries no more, or others use it too."""
+    story = chain()
+    story.lag("b1", 10.0)
+    assert story.lag("c1", 10.0).source == "a1"
+    told = story.lag("c1", 5.0)
+    assert told.source == "b1" and "did not help" in told.reason
+    story.lag("b1", 10.0)
+    assert isinstance(story.lag("c1", 10.0), Wait)
+    assert story.tree._load["a"] == 1
+    assert story.want("f1") == "e1"
+
+
+def test_passing_that_helps_a_little_is_kept():
+    story = chain()
+    story.lag("b1", 10.0)
+    story.lag("c1", 10.0)
+    assert isinstance(story.lag("c1", 50.0), Wait)
+    assert sources(story)["c1"] == "a1"
+
+
+def test_slow_though_its_source_is_not_becomes_a_leaf():
+    story = chain()
+    assert isinstance(story.lag("e1", 10.0), Wait)
+    assert isinstance(story.lag("e1", 10.0), Wait)
+    assert story.want("f1") == "d1"
+
+
+def test_nothing_at_all_is_not_slow():
+    story = chain()
+    assert isinstance(story.lag("b1", 0.0), Wait)
+    assert isinstance(story.lag("c1", 0.0), Wait)
+    assert not any(t.slow for t in story.tree.transfers.values())
+    assert sources(story)["c1"] == "b1"
+
+
+def test_who_shares_a_source_with_another_goes_where_there_is_room():
+    story = chain()
+    story.tree.slow(story.tree.transfers["b1"])
+    assert story.want("f1") == "a1"
+    story.tree.unslow(story.tree.transfers["b1"])
+    told = story.lag("b1", 50.0)
+    assert told.source == "f1", "all others are below it"
+    assert sources(story) == {"b1": "f1", "c1": "b1", "d1": "c1", "e1": "d1", "f1": "a1"}
+
+
+def test_the_rate_that_a_link_should_have():
+    story = chain()
+    assert story.ask(Wanted("x", "f1", NBYTES)).rate == 100.0
+    story.join("f2")
+    assert story.ask(Wanted("x", "f2", NBYTES)).rate == 0.0, "it comes from its own host"
+
+
+def test_a_complaint_of_an_epoch_that_is_over():
+    story = chain()
+    old = story.epochs["c1"]
+    story.fail("c1")
+    assert story.lag("c1", 10.0, epoch=old).epoch == story.epochs["c1"]
 
 
 def test_stalled_on_a_push_waits_for_who_pushes():

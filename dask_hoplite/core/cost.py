@@ -19,6 +19,8 @@ class CostModel:
         Bytes per second of one host's link.
     weight : float
         Share of a new sample in the running mean of the bandwidth.
+    link : float
+        Bytes per second that a link has been seen to carry lately, or 0.
 
     Notes
     -----
@@ -30,6 +32,7 @@ class CostModel:
     latency: float = 0.002
     bandwidth: float = 1e8
     weight: float = 0.1
+    link: float = 0.0
 
     def learn(self, *, latency: float, nbytes: int, seconds: float) -> None:
         """Take one finished hop into the estimates.
@@ -43,7 +46,10 @@ class CostModel:
         weight = min(4 * self.weight, 1) if sample < self.latency else self.weight / 4
         self.latency += weight * (sample - self.latency)
         if seconds > 10 * self.latency:
-            self.bandwidth += self.weight * (nbytes / seconds - self.bandwidth)
+            rate = nbytes / seconds
+            self.bandwidth += self.weight * (rate - self.bandwidth)
+            # Whatever disturbs a transfer makes it slower; nothing makes it faster than the link.
+            self.link = max(rate, self.link + self.weight * (rate - self.link))
 
     def seconds(self, nbytes: int, receivers: int, fan_out: int) -> float:
         """Estimated time until the last of ``receivers`` has all ``nbytes``."""

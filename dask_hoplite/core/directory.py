@@ -18,6 +18,7 @@ from dask_hoplite.core.events import (
     Event,
     Finished,
     Key,
+    Lagging,
     Progressed,
     Pushed,
     Released,
@@ -32,6 +33,9 @@ from dask_hoplite.core.tree import Choice, Transfer, Tree
 
 #: After so many stall timeouts, a silent source is given up even if there is no other.
 PATIENCE = 20
+
+#: To be fed past a slow one has helped if bytes come so many times as fast.
+GAIN = 1.5
 
 
 class Directory:
@@ -158,7 +162,66 @@ class Directory:
         transfer = self._concerned(event)
         if transfer is not None:
             self._advance(transfer, event.received)
+            transfer.rate = None
         return []
+
+    @_handle.register
+    def _lagging(self, event: Lagging) -> list[Instruction]:
+        """Find out where in the tree complaints begin, and let others pass whoever is slow there.
+
+        That somebody is slow can be seen only from those around it: it complains, its source does
+        not, and those that it feeds complain too.
+        """
+        transfer = self._present(event)
+        if transfer is None:
+            return self._overtaken(event)
+        tree = self.trees[event.key]
+        self._advance(transfer, event.received)
+        again, transfer.rate = transfer.rate is not None, event.rate
+        passed, transfer.passed = transfer.passed, None
+        source = transfer.source
+        peer = tree.transfers.get(source or "")
+        if source is None:
+            return self._decide(tree, transfer)
+        if not event.rate:
+            return self._stay(transfer, "nothing comes yet")
+        if passed is not None and passed.rate and event.rate < GAIN * passed.rate:
+            # What both take from gives no more: it was not that one's fault.
+            tree.passing = False
+            tree.unslow(passed)
+            why = f"to pass {passed.receiver} did not help"
+            if tree.transfers.get(passed.receiver) is passed and passed.source is not None:
+                self._note(transfer, why)
+                return [self._connect(tree, transfer, Choice(passed.receiver, passed.depth, why))]
+            return self._stay(transfer, why)
+        if tree.crowded(source) and not transfer.slow:
+            choice = self._choose(tree, transfer, without={source}, free=True)
+            if choice is not None:
+                self._note(transfer, "left a source that feeds several")
+                return [self._connect(tree, transfer, choice)]
+        if not tree.passing:
+            return self._stay(transfer, "to pass those who are slow did not help")
+        if peer is None or (peer.rate is None and again):
+            tree.slow(transfer)  # if not, its source is, and nobody loses
+            return self._stay(transfer, "slow, as nobody else on the way here is")
+        if not peer.rate:
+            return self._stay(transfer, f"{source} may be slow")
+        above = tree.transfers.get(peer.source or "")
+        if above is not None and above.rate is not None:
+            return self._stay(transfer, f"{source} waits for its own source")
+        tree.slow(peer)
+        slower = tree.below(peer.receiver) | {peer.receiver}
+        choice = self._choose(tree, transfer, without=slower, free=True)
+        if choice is None:
+            return self._stay(transfer, f"{source} is slow, but all others are busy")
+        self._note(transfer, "its source is slow")
+        choice.reason = f"{choice.reason}, past {source}, which is slow"
+        pull = self._connect(tree, transfer, choice)
+        transfer.passed = peer
+        return [pull]
+
+    def _stay(self, transfer: Transfer, reason: str) -> list[Instruction]:
+        return [Wait(transfer.key, transfer.receiver, transfer.epoch, reason)]
 
     @_handle.register
     def _stalled(self, event: Stalled) -> list[Instruction]:
@@ -173,21 +236,21 @@ class Directory:
         peer = tree.transfers.get(source)
         if peer is None and source not in self.hosts:
             # A push from outside: only whoever pushes can do something about it.
-            return [Wait(event.key, event.receiver, event.epoch, "the sender is outside")]
-        if peer is not None and self.now - peer.heard > 2 * self.stall_timeout:
-            # Its source is free for the one that it left waiting.
-            tree.mute(peer)
-            why = f"silent for {self.now - peer.heard:.1f} s"
-        elif peer is not None and peer.received <= transfer.received:
-            reason = f"{source} waits for its own source"
-            return [Wait(event.key, event.receiver, event.epoch, reason)]
-        else:
-            why = f"sent nothing for {self.stall_timeout:.1f} s"
-        alone = self._choose(tree, transfer, without=source) is None
+            return self._stay(transfer, "the sender is outside")
+        transfer.rate = 0.0
+        why = f"sent nothing for {self.stall_timeout:.1f} s"
+        if peer is not None:
+            quiet = self.now - peer.heard
+            if peer.rate is not None and quiet < 2 * self.stall_timeout:
+                return self._stay(transfer, f"{source} waits for its own source")
+            if quiet > 0.9 * self.stall_timeout:
+                # Its source is free for the one that it left waiting.
+                tree.mute(peer)
+                why = f"silent for {quiet:.1f} s"
+        alone = self._choose(tree, transfer, without={source}) is None
         if alone and self.now - transfer.moved < PATIENCE * self.stall_timeout:
             # It may be computing, serialising, or reading from its disk.
-            reason = f"{source} {why}, but there is no other source"
-            return [Wait(event.key, event.receiver, event.epoch, reason)]
+            return self._stay(transfer, f"{source} {why}, but there is no other source")
         return self._replace_source(tree, transfer, why)
 
     @_handle.register
@@ -264,15 +327,16 @@ class Directory:
         self._end(tree, transfer, reason)
         return [NoSource(tree.key, transfer.receiver, tried, reason)]
 
-    def _choose(self, tree: Tree, transfer: Transfer, without: str | None = None) -> Choice | None:
-        """The best source for a receiver, apart from those that have failed it, and one more."""
+    def _choose(
+        self, tree: Tree, transfer: Transfer, without: Collection[str] = (), *, free: bool = False
+    ) -> Choice | None:
+        """The best source for a receiver, apart from those that have failed it, and some more."""
         # Whoever landed is a complete copy that ``holders`` may not know yet.
         self._forget_landed(tree)
         whole = {*self.holders(tree.key), *tree.landed}
         tried = transfer.tried
-        if without is not None:
-            transfer.tried = {**tried, without: ""}
-        choice = tree.choose(transfer, whole)
+        transfer.tried = {**tried, **dict.fromkeys(without, "")}
+        choice = tree.choose(transfer, whole, free=free)
         transfer.tried = tried
         return choice
 
@@ -295,6 +359,7 @@ class Directory:
     def _pull(self, transfer: Transfer) -> Pull:
         assert transfer.source is not None
         host = self.hosts.get(transfer.receiver)
+        source = self.hosts.get(transfer.source)
         tree = self.trees[transfer.key]
         peer = tree.transfers.get(transfer.source)
         return Pull(
@@ -306,6 +371,7 @@ class Directory:
             shares_host=self.crowds[host] > 1 if host is not None else False,
             hops=tree.receivers,
             early=peer is not None and peer.ahead,
+            rate=self.cost.link if source not in (None, host) else 0.0,
         )
 
     # Bookkeeping
@@ -372,7 +438,7 @@ class Directory:
         transfer = self._concerned(event)
         return transfer if transfer is not None and transfer.epoch == event.epoch else None
 
-    def _overtaken(self, event: Stalled | SourceFailed) -> list[Instruction]:
+    def _overtaken(self, event: Lagging | Stalled | SourceFailed) -> list[Instruction]:
         """Answer a receiver that asks on behalf of an epoch that is over."""
         tree = self.trees.get(event.key)
         transfer = tree.transfers.get(event.receiver) if tree is not None else None

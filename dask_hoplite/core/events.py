@@ -56,12 +56,26 @@ class Pushed:
 
 @dataclass(frozen=True, slots=True)
 class Progressed:
-    """A receiver has this many bytes of the object by now."""
+    """A receiver has this many bytes of the object by now, and they come as fast as they should."""
 
     key: Key
     receiver: str
     epoch: int
     received: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lagging:
+    """Bytes come from the source at a ``rate`` (per second) far below that of the link, or none do.
+
+    Until the receiver says otherwise by :class:`Progressed`, or is given another source.
+    """
+
+    key: Key
+    receiver: str
+    epoch: int
+    received: int
+    rate: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +148,7 @@ Event = (
     | Wanted
     | Pushed
     | Progressed
+    | Lagging
     | Stalled
     | SourceFailed
     | Finished

@@ -13,7 +13,7 @@ class Pull:
 
     ``shares_host``: whether there are other workers on the receiver's host; ``hops``: how many
     receivers there may be in a row; ``early``: whether the source may not know yet that it will
-    have the object.
+    have the object; ``rate``: bytes per second that the link should carry, or 0 if nobody knows.
     """
 
     key: Key
@@ -24,11 +24,12 @@ class Pull:
     shares_host: bool = False
     hops: int = 1
     early: bool = False
+    rate: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Let ``receiver`` stay with the source that it has: that one only waits for its own."""
+    """Let ``receiver`` stay with the source that it has."""
 
     key: Key
     receiver: str

@@ -28,6 +28,9 @@ class Transfer:
     heard: float = 0.0  #: when the receiver last said anything
     moved: float = 0.0  #: when it last had more bytes than before
     silent: bool = False  #: it seems to be frozen or cut off
+    rate: float | None = None  #: bytes per second, if it has complained that these are too few
+    slow: bool = False  #: it is at fault itself: others pass it, and it ends as a leaf
+    passed: Transfer | None = None  #: the slow one in whose place it is fed, on trial
     ahead: bool = False  #: the receiver has not shown yet that it knows of it
     since: int = 0  #: all epochs of this transfer are greater
     keeps_busy: str | None = None  #: host in whose load it is counted
@@ -64,6 +67,7 @@ class Tree:
         self.nbytes = nbytes
         self.hosts = hosts
         self.fan_out = 1
+        self.passing = True  #: whether it helps to pass those who are slow
         self.receivers = 1  #: about how many there are, or will be
         self.transfers: dict[str, Transfer] = {}
         self.landed: dict[str, float] = {}  # and when
@@ -92,6 +96,7 @@ class Tree:
         transfer.depth = choice.depth + 1
         transfer.reason = choice.reason
         transfer.epoch = epoch
+        transfer.rate = transfer.passed = None
         self.children[choice.source].add(transfer.receiver)
         self._count(transfer)
         self._offer(transfer)
@@ -117,6 +122,22 @@ class Tree:
         if transfer.source is not None:
             self._count(transfer)
             self._offer(transfer)
+
+    def slow(self, transfer: Transfer) -> None:
+        """Offer a receiver no longer, nor count it as a load: it takes little of its source's."""
+        transfer.slow = True
+        self._discount(transfer)
+
+    def unslow(self, transfer: Transfer) -> None:
+        """A receiver that seemed to be slow is as fast as others."""
+        transfer.slow = False
+        if transfer.source is not None and not transfer.silent:
+            self._count(transfer)
+            self._offer(transfer)
+
+    def crowded(self, source: str) -> bool:
+        """Whether a source feeds more than it should at a time."""
+        return len(self.children.get(source, ())) > self.fan_out
 
     def widen(self, fan_out: int) -> None:
         """Let hosts feed another number of others at a time."""
@@ -158,6 +179,8 @@ class Tree:
     def _count(self, transfer: Transfer) -> None:
         """Count a transfer as a load to its source's host, if it leaves that host."""
         host = self.hosts.get(transfer.source or "")
+        if transfer.slow or transfer.keeps_busy is not None:
+            return
         if host is not None and host != self.hosts.get(transfer.receiver):
             self._load[host] += 1
             transfer.keeps_busy = host
@@ -176,14 +199,16 @@ class Tree:
 
     # The choice
 
-    def choose(self, transfer: Transfer, whole: Collection[str]) -> Choice | None:
+    def choose(
+        self, transfer: Transfer, whole: Collection[str], *, free: bool = False
+    ) -> Choice | None:
         """Choose who feeds a receiver.
 
         1. Somebody on its own host, if there is anybody, so that an object crosses each host's
            network card once; of these the one that feeds the fewest.
         2. A complete copy on a host that feeds fewer than ``fan_out`` others.
         3. The receiver nearest to a complete copy, on a host that feeds fewer than ``fan_out``
-           others: it sends on what it has, while the rest is still coming.
+           others: it sends on what it has, while the rest is still coming. Not one that is slow.
         4. Whoever's host feeds the fewest.
 
         A receiver is never fed by somebody whose bytes come through itself, nor again by a source
@@ -195,6 +220,8 @@ class Tree:
             The receiver's.
         whole : collection of str
             Workers that hold the complete object.
+        free : bool
+            Whether to do without the last of these rules.
 
         Returns
         -------
@@ -207,7 +234,11 @@ class Tree:
             return None  # soon known, as when the last copy is lost
         host = self.hosts.get(transfer.receiver)
         here = [w for w in whole if self.hosts[w] == host]
-        here += [w for w in self._on_host[host or ""] if self._may_feed(w, transfer, below)]
+        here += [
+            w
+            for w in self._on_host[host or ""]
+            if self._may_feed(w, transfer, below) and not self.transfers[w].slow
+        ]
         if here:
             source = min(here, key=lambda w: (self._fed_by(w), self._depth(w), w))
             return Choice(source, self._depth(source), "on the same host")
@@ -218,6 +249,8 @@ class Tree:
         nearest = self._nearest_open(transfer, below)
         if nearest is not None:
             return Choice(nearest, self._depth(nearest), "the nearest receiver that is free")
+        if free:
+            return None
         rest = whole + [w for w in self.transfers if self._may_feed(w, transfer, below)]
         if not rest:
             return None
@@ -232,7 +265,7 @@ class Tree:
             entry = heapq.heappop(self._open)
             depth, _, worker = entry
             peer = self.transfers.get(worker)
-            if peer is None or peer.depth != depth or worker not in self.hosts:
+            if peer is None or peer.depth != depth or peer.slow or worker not in self.hosts:
                 continue  # an outdated offer
             if self._load[self.hosts[worker]] >= self.fan_out:
                 continue  # it is offered anew when its host has a place again

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic
 from typing import Any
@@ -17,6 +17,7 @@ from dask_hoplite.core.events import (
     Event,
     Finished,
     Key,
+    Lagging,
     Progressed,
     SourceFailed,
     Stalled,
@@ -38,6 +39,10 @@ from dask_hoplite.transfer.shelf import OFFLOAD, Entry, Shelf
 #: Objects that a worker receives at a time. A pull takes its slot before the directory hears of it,
 #: so whoever is a source has one, and none waits for another's.
 SLOTS = 16
+
+#: A receiver looks so often in a stall timeout how fast bytes come. It complains if that is less
+#: than this share of what the link should carry: half, as when a source feeds one more, or less.
+WINDOWS, FAIR = 5, 0.6
 
 #: Tells the directory of an event; gives what it decides for this receiver, if anything.
 Tell = Callable[[Event], Awaitable[Instruction | None]]
@@ -150,6 +155,7 @@ class Incoming:
         self.path = ""
         self.shares_host = self.early = False
         self.hops = 1
+        self.rate = 0.0
         self.waiters = 0
         self.asked = self.first_byte = self.stop = monotonic()
         self.task = asyncio.create_task(self._run(), name=f"hoplite-pull-{key}")
@@ -225,6 +231,7 @@ class Incoming:
                 raise NotInstalledError("the scheduler has no Hoplite")
             self.source, self.epoch = told.source, told.epoch
             self.shares_host, self.hops, self.early = told.shares_host, told.hops, told.early
+            self.rate = told.rate
             try:
                 instead = await self._follow()
             except OSError as error:
@@ -252,22 +259,49 @@ class Incoming:
             )
         )
         try:
-            while True:
-                before = self.received
-                done, _ = await asyncio.wait({taking}, timeout=puller.stall_timeout)
-                if done:
-                    self.path = taking.result()
-                    return None
-                if self.received != before:
-                    puller.report(self._report(Progressed))
-                    continue
-                told = await puller.tell(self._report(Stalled))
-                if not isinstance(told, Wait):
+            async for event in self._watch(taking):
+                if isinstance(event, Progressed):
+                    puller.report(event)
+                elif not isinstance(told := await puller.tell(event), Wait) and not taking.done():
                     return told
+            self.path = taking.result()
+            return None
         finally:
             if not taking.done():
                 taking.cancel()
                 await asyncio.wait({taking})
+
+    async def _watch(self, taking: asyncio.Future[str]) -> AsyncIterator[Event]:
+        """What to tell the directory, and when, for as long as bytes are taken from a source."""
+        timeout = self.puller.stall_timeout
+        window = pause = timeout / WINDOWS
+        moved = said = monotonic()
+        wrong: str | None = None
+        while True:
+            before, since = self.received, monotonic()
+            done, _ = await asyncio.wait({taking}, timeout=window)
+            if done:
+                return
+            now = monotonic()
+            rate = max(self.received - before, 0) / (now - since)
+            if rate:
+                moved = now
+            was_wrong, wrong = wrong, "slow" if rate < FAIR * self.rate else None
+            if not rate:
+                wrong = "dry"
+            stalled = now - moved >= timeout
+            if wrong != was_wrong:
+                pause = window
+            elif now - said < (pause if wrong == "slow" else timeout) and not stalled:
+                continue
+            said, pause = now, min(2 * pause, timeout)
+            if wrong is None:
+                yield self._report(Progressed)
+            elif stalled:
+                moved = now
+                yield self._report(Stalled)
+            else:
+                yield self._report(Lagging, rate=rate)
 
     def _report(self, event: type, **fields: Any) -> Event:
         return event(  # type: ignore[no-any-return]

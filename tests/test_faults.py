@@ -1,0 +1,103 @@
+"""Workers that leave in the middle, in processes and in this one."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import CancelledError
+
+import numpy as np
+import pytest
+from distributed import Client, wait
+
+from dask_hoplite import Hoplite, ObjectLostError
+from tests.helpers import array, hoplite_cluster, hosted, plugin, until
+
+
+@hoplite_cluster()
+async def test_losing_scattered_data_fails_all_who_wait_and_names_it(c, s, a, b, *workers):
+    await c.register_plugin(Hoplite())
+    [x] = await c.scatter([array()], workers=[a.address], hash=False)
+    waiting = c.submit(np.sum, x, workers=[b.address], key="waiting")
+    gate = c.submit(lambda: None, workers=["127.0.0.1:1"], allow_other_workers=False, key="gate")
+    later = c.submit(lambda x, gate: None, x, gate, key="later")
+    done = c.submit(len, x, workers=[a.address], key="done")
+    await wait([waiting, done])
+    pending = c.submit(np.max, x, gate, key="pending")
+    await until(lambda: "pending" in s.tasks)
+    for worker in (a, b, *workers):
+        if x.key in worker.data:
+            await worker.close()
+    for future in (x, later, pending):
+        with pytest.raises(ObjectLostError, match=r"97\.66 kiB is lost") as caught:
+            await future
+        assert caught.value.key == x.key
+        assert set(caught.value.tried) <= {a.address, b.address}
+        assert set(caught.value.tried.values()) <= {"left", "died, or was cut off"}
+        assert isinstance(caught.value, CancelledError), "as Dask's own"
+    del x, later, pending, waiting, done, gate
+    await until(lambda: not s.tasks)
+
+
+# Dask's own account of such a worker's occupancy is wrong afterwards, as its validation finds.
+@hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 2, scheduler_kwargs={"validate": False})
+async def test_a_worker_forgets_tasks_whose_data_are_lost(c, s, a, b):
+    await c.register_plugin(Hoplite())
+    x = await c.scatter(array(), workers=[a.address], hash=False)
+    b.plugins["hoplite"].stall_timeout = 100
+    a.plugins["hoplite"].serve = a.handlers["hoplite_pull"] = never
+    y = c.submit(np.sum, x, workers=[b.address])
+    await until(lambda: b.plugins["hoplite"].puller.incoming)
+    await a.close()
+    with pytest.raises(ObjectLostError):
+        await y
+    await until(lambda: not b.state.tasks)
+    await until(lambda: not b.plugins["hoplite"].puller.incoming)
+
+
+async def never(**kwargs):
+    await asyncio.Event().wait()
+
+
+@hoplite_cluster()
+async def test_what_was_lost_can_be_scattered_again(c, s, a, b, *workers):
+    await c.register_plugin(Hoplite())
+    async with Client(s.address, asynchronous=True) as plain:
+        x = await plain.scatter(array(), workers=[a.address])
+        await a.close()
+        with pytest.raises(ObjectLostError):
+            await x
+        again = await plain.scatter(array(), workers=[b.address])
+        assert again.key == x.key
+        assert await plain.submit(np.sum, again) == array().sum(dtype=int)
+
+
+@hoplite_cluster()
+async def test_what_can_be_computed_is_computed_again(c, s, a, b, *workers):
+    await c.register_plugin(Hoplite())
+    x = c.submit(array, workers=[a.address], allow_other_workers=True)
+    await x
+    a.handlers["hoplite_pull"] = never
+    y = c.submit(np.sum, x, workers=[b.address])
+    await until(lambda: plugin(s).directory.trees)
+    await a.close()
+    assert await y == array().sum(dtype=int)
+
+
+@hoplite_cluster()
+async def test_losing_small_data_is_left_to_dask(c, s, a, *workers):
+    await c.register_plugin(Hoplite())
+    x = await c.scatter(1, workers=[a.address], hash=False)
+    await a.close()
+    with pytest.raises(CancelledError) as caught:
+        await x
+    assert not isinstance(caught.value, ObjectLostError)
+
+
+@hoplite_cluster()
+async def test_unregistering_puts_the_transition_back(c, s, *workers):
+    await c.register_plugin(Hoplite())
+    assert "_TRANSITIONS_TABLE" in s.__dict__
+    await c.unregister_scheduler_plugin("hoplite")
+    assert "_TRANSITIONS_TABLE" not in s.__dict__
+    x = hosted(c)
+    await wait(x)
