@@ -12,9 +12,10 @@ changes, and events happen only then. A relay cannot send what it does not have:
 stays below its *ceiling*, the line of its source one lag ago. When a source's line bends, the child
 is told one lag later, when that bend is the present of its ceiling; so no history is kept.
 
-Flows on a link get equal shares, not counting those that wait for their source. Max-min fairness
-never gives a flow less (its rate is at least the smallest equal share on its way), so times here
-err on the slow side; where one link is the bottleneck, as in chains and stars, both are the same.
+Flows on a link get equal shares, not counting those that wait for their source; where there are
+few, what one cannot use, since its other link is narrower, goes to the others. Max-min fairness
+never gives a flow less, so times here err on the slow side; where one link is the bottleneck, as in
+chains and stars, both are the same.
 """
 
 from __future__ import annotations
@@ -33,20 +34,23 @@ from dask_hoplite.core import events
 from dask_hoplite.core.cost import CostModel
 from dask_hoplite.core.directory import Directory
 from dask_hoplite.core.instructions import Cancel, Instruction, NoSource, Pull
+from dask_hoplite.core.watch import Watch
 
 KEY = "object"
 LOCAL = 1e10  #: bytes per second between workers of one host, which takes no link
 CLOSE = 0.01  #: bytes; lines that are nearer than this have met
+FEW = 8  #: flows on a link, among which it is shared exactly
 
 
 class Fault(NamedTuple):
     """At ``time`` (s) something happens to a worker; to the object, in case of "release".
 
-    A worker that is to "join" is not there before; one that was killed may join again.
+    "slow" is its host, at a tenth of the usual rate, until it is "fast" again. A worker that is to
+    "join" is not there before; one that was killed may join again.
     """
 
     time: float
-    kind: Literal["kill", "freeze", "return", "join", "release"]
+    kind: Literal["kill", "freeze", "return", "join", "slow", "fast", "release"]
     worker: str = ""
 
 
@@ -104,6 +108,7 @@ class Link:
     """One direction of a host's network card."""
 
     capacity: float
+    usual: float
     flows: dict[Flow, None] = field(default_factory=dict)  # those that could send now
     carried: float = 0.0
 
@@ -222,9 +227,9 @@ class Simulation:
             self.give_up(worker, told.reason)
         elif isinstance(told, Pull) and told.epoch > worker.epoch:
             worker.epoch = told.epoch
-            self.pull(worker, self.workers[told.source])
+            self.pull(worker, self.workers[told.source], told.rate)
 
-    def pull(self, worker: Worker, source: Worker) -> None:
+    def pull(self, worker: Worker, source: Worker, rate: float) -> None:
         self.close(worker)
         links: tuple[Link, ...] = ()
         if worker.host != source.host:
@@ -235,7 +240,8 @@ class Simulation:
         have = int(worker.line.nbytes)
         worker.flow = Flow(source, worker, links, lag, self.now, have)
         self.later(self.serve, worker.flow)
-        self.at(self.now + self.directory.stall_timeout, self.watch, worker.flow, have)
+        watch = Watch(self.directory.stall_timeout, rate, have, self.now)
+        self.at(self.now + watch.interval, self.look, worker.flow, watch)
 
     def serve(self, flow: Flow) -> None:
         """A request has come to its source, or into its kernel if it is frozen."""
@@ -256,14 +262,20 @@ class Simulation:
             self.close(worker)
             self.tell(events.SourceFailed, worker, reason)
 
-    def watch(self, flow: Flow, before: float) -> None:
-        """Every stall timeout, a receiver says how far it has come, or that nothing has."""
+    def look(self, flow: Flow, watch: Watch) -> None:
+        """Now and then, a receiver says how its bytes come."""
         worker = flow.receiver
-        have = worker.line.at(self.now)
         if worker.flow is flow:
+            finding = None
             if not worker.frozen:
-                self.tell(events.Progressed if have > before else events.Stalled, worker)
-            self.at(self.now + self.directory.stall_timeout, self.watch, flow, have)
+                finding = watch.look(worker.line.at(self.now), self.now)
+            if finding == "progressed":
+                self.tell(events.Progressed, worker)
+            elif finding == "stalled":
+                self.tell(events.Stalled, worker)
+            elif finding == "lagging":
+                self.tell(events.Lagging, worker, watch.rate)
+            self.at(self.now + watch.interval, self.look, flow, watch)
 
     def finish(self, flow: Flow) -> None:
         worker = flow.receiver
@@ -307,6 +319,12 @@ class Simulation:
             worker.frozen = False
             worker.unread.clear()
             self.later(self.bury, worker)
+        elif fault.kind in ("slow", "fast"):
+            for link in self.links[worker.host]:
+                link.capacity = link.usual * (0.1 if fault.kind == "slow" else 1.0)
+                for flow in link.flows:
+                    for far in flow.links:
+                        self.dirty.update(far.flows)
         elif fault.kind == "freeze" and worker.up:
             self.freeze(worker, True)
         elif fault.kind == "return" and worker.frozen:
@@ -356,7 +374,9 @@ class Simulation:
                 able = self.demand(flow) > 0
                 for link in flow.links:
                     if able != (flow in link.flows):
-                        self.dirty.update(link.flows)
+                        for beside in list(link.flows):
+                            for far in beside.links if len(link.flows) <= FEW else [link]:
+                                self.dirty.update(far.flows)
                         link.flows.pop(flow, None)
                         if able:
                             link.flows[flow] = None
@@ -386,7 +406,7 @@ class Simulation:
             return
         rate = self.demand(flow)
         if rate > 0:
-            rate = min(rate, *(link.capacity / len(link.flows) for link in flow.links), LOCAL)
+            rate = min(rate, *(self.share(flow, link) for link in flow.links), LOCAL)
         self.draw(flow, have, rate)
         closing = rate - flow.ceiling.rate
         ahead = [(self.nbytes - have) / rate] if rate > 0 else []
@@ -394,6 +414,16 @@ class Simulation:
         flow.version += 1
         if ahead:
             self.at(self.now + min(ahead), self.look_again, flow, flow.version)
+
+    def share(self, flow: Flow, link: Link) -> float:
+        """What a flow gets of a link: as much as others, and what these cannot use."""
+        wanted = sorted(map(narrowest(link), link.flows)) if len(link.flows) <= FEW else []
+        left, sharing = link.capacity, len(link.flows)
+        for rate in wanted:
+            if rate > left / sharing:
+                break
+            left, sharing = left - rate, sharing - 1
+        return left / sharing if sharing else narrowest(link)(flow) + left / len(link.flows)
 
     def look_again(self, flow: Flow, version: int) -> None:
         if flow.version == version:
@@ -431,6 +461,14 @@ class Simulation:
                 yield f"{sent} bytes became {sum(link.carried for link in way)}"
         for tree in self.directory.trees.values():
             yield from (f"left: {row}" for w, row in tree.transfers.items() if self.workers[w].up)
+
+
+def narrowest(link: Link) -> Callable[[Flow], float]:
+    """A function that gives what a flow gets on its way, apart from one link."""
+    return lambda flow: min(
+        (other.capacity / len(other.flows) for other in flow.links if other is not link),
+        default=LOCAL,
+    )
 
 
 def cycles(directory: Directory) -> Iterator[str]:
@@ -512,7 +550,7 @@ def simulate(
     origins = [Worker(f"origin{i}", f"origin-host{i}", "whole") for i in range(holders)]
     for worker in [*receivers, *origins]:
         speed = (speeds or {}).get(worker.host, bandwidth)
-        sim.links.setdefault(worker.host, (Link(speed), Link(speed)))
+        sim.links.setdefault(worker.host, (Link(speed, speed), Link(speed, speed)))
         sim.workers[worker.name] = worker
     for origin in origins:
         origin.line = Line(0.0, nbytes, 0.0)
@@ -526,7 +564,7 @@ def simulate(
     for fault in [*(Fault(rng.uniform(0, span), "join", name) for name in coming), *faults]:
         sim.at(fault.time, sim.suffer, fault)
     slowest = min((sim.links[worker.host][1].capacity for worker in receivers), default=bandwidth)
-    sim.run(1000 + 10 * nbytes / slowest)
+    sim.run(1000 + 100 * nbytes / slowest)
     last = max((worker.arrived for worker in sim.workers.values()), default=0.0)
     violations = [*sim.violations, *sim.audit()]
     return Result(
@@ -558,6 +596,10 @@ def scenario(seed: int, *, faults: bool = True) -> dict[str, Any]:
             suffered.append(Fault(begin, "kill", worker))
         elif choice < 0.8:
             suffered.append(Fault(begin, "freeze", worker))
+        if rng.random() < 0.3:
+            suffered.append(Fault(rng.uniform(0, once), "slow", rng.choice(names)))
+            if rng.random() < 0.5:
+                suffered.append(Fault(end, "fast", suffered[-1].worker))
         if choice < 0.6:
             suffered.append(Fault(end, "return", worker))
         if choice < 0.2 or choice > 0.8:
@@ -569,6 +611,7 @@ def scenario(seed: int, *, faults: bool = True) -> dict[str, Any]:
         "latency": latency,
         "per_host": rng.randint(1, 4),
         "holders": rng.randint(1, 3),
+        "cost": CostModel(link=rng.choice([0.0, bandwidth])),
         "arrivals": rng.choice(["together", rng.uniform(0, 2 * once)]),
         "faults": suffered if faults else [],
         "seed": seed,

@@ -19,6 +19,7 @@ from dask_hoplite.core.events import (
     Abandoned,
     Declined,
     Finished,
+    Lagging,
     Progressed,
     Pushed,
     Released,
@@ -81,12 +82,13 @@ class Transfers(RuleBasedStateMachine):
         return seen
 
     def load(self, key):
-        """How many receivers on others each host feeds, not counting those that are silent."""
+        """How many receivers on others each host feeds, not counting the silent and the slow."""
         rows = self.directory.trees[key].transfers.values()
         return Counter(
             self.host(row.source)
             for row in rows
             if not row.silent
+            and not row.slow
             and self.host(row.source) is not None
             and self.host(row.source) != self.host(row.receiver)
         )
@@ -119,7 +121,8 @@ class Transfers(RuleBasedStateMachine):
         row = self.row(pull.key, pull.receiver)
         assert (row.source, row.epoch) == (pull.source, pull.epoch)
         if pull.epoch in self.epochs:
-            assert isinstance(event, Stalled | SourceFailed)  # who did not know is told again
+            # Who did not know is told again.
+            assert isinstance(event, Lagging | Stalled | SourceFailed)
             assert event.epoch < pull.epoch
             return
         assert pull.epoch > max(self.epochs, default=0)
@@ -243,6 +246,20 @@ class Transfers(RuleBasedStateMachine):
         told = self.ask(Stalled(key, worker, row.epoch, row.received))
         assert isinstance(told, Pull) == bool(able)
         assert self.row(key, silent).silent
+
+    @precondition(lambda self: self.told)
+    @rule(data=st.data(), portion=portions, rate=st.sampled_from([0.0, 1.0, 10.0, 50.0]))
+    def lag(self, data, portion, rate):
+        event = self.report(data, portion, Lagging, rate)
+        row = self.row(event.key, event.receiver)
+        present, source = row.epoch == event.epoch, row.source
+        told = self.ask(event)
+        if not present:
+            assert (told.source, told.epoch) == (source, row.epoch)
+        elif isinstance(told, Wait):
+            assert (told.epoch, row.source) == (event.epoch, source)
+        else:  # never worse than before: nobody else, or the one that it tried to pass
+            assert isinstance(told, Pull) and told.source != source
 
     @precondition(lambda self: self.told)
     @rule(data=st.data(), portion=portions)

@@ -251,11 +251,45 @@ def test_a_killed_relay_costs_one_round_trip(seed):
 
 @pytest.mark.parametrize("seed", range(10))
 def test_a_frozen_relay_costs_one_detection(seed):
-    """Up to three stall timeouts, and not the half of its source's link for the rest of time."""
+    """Up to two stall timeouts, and not the half of its source's link for the rest of time."""
     result, victim = chain(seed, "freeze")
     undisturbed = simulate(16, 10**9, **PLAIN, seed=seed)
     assert victim not in result.finished
-    assert result.completion < undisturbed.completion + 3 * 1.5 + 10 * PLAIN["latency"]
+    assert result.completion < undisturbed.completion + 2 * 1.5 + 10 * PLAIN["latency"]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_slow_host_does_not_slow_the_others(seed):
+    """One of 16 at a tenth of the rate, wherever it is in the chain."""
+    usual = {**PLAIN, "cost": CostModel(link=PLAIN["bandwidth"])}
+    undisturbed = simulate(16, 10**9, **usual, seed=seed)
+    slow = f"w{seed}"
+    result = simulate(
+        16, 10**9, **usual, seed=seed, speeds={f"host{seed}": PLAIN["bandwidth"] / 10}
+    )
+    assert not result.violations and not result.failed
+    others = [time for worker, time in result.finished.items() if worker != slow]
+    assert max(others) < 1.2 * undisturbed.completion
+    assert result.finished[slow] < 10.5 * undisturbed.completion
+    assert max(result.bytes_in.values()) <= 10**9 + 1, "nothing is sent twice"
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_host_that_gets_slow_and_fast_again(seed):
+    usual = {**PLAIN, "cost": CostModel(link=PLAIN["bandwidth"])}
+    undisturbed = simulate(16, 10**9, **usual, seed=seed)
+    faults = [Fault(3.0, "slow", f"w{seed}"), Fault(6.0, "fast", f"w{seed}")]
+    result = simulate(16, 10**9, **usual, seed=seed, faults=faults)
+    assert not result.violations and not result.failed
+    assert result.completion < 1.5 * undisturbed.completion
+
+
+def test_where_all_are_slow_the_chain_stays():
+    """As when others use the network too: passing is tried, does not help, and is left alone."""
+    usual = {**PLAIN, "cost": CostModel(link=10 * PLAIN["bandwidth"])}
+    undisturbed = simulate(16, 10**9, **PLAIN)
+    result = simulate(16, 10**9, **usual)
+    assert result.completion < 1.15 * undisturbed.completion
 
 
 def test_a_frozen_worker_that_returns_goes_on():

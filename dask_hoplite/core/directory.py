@@ -163,6 +163,7 @@ class Directory:
         if transfer is not None:
             self._advance(transfer, event.received)
             transfer.rate = None
+            self.trees[event.key].unslow(transfer)
         return []
 
     @_handle.register
@@ -179,6 +180,8 @@ class Directory:
         self._advance(transfer, event.received)
         again, transfer.rate = transfer.rate is not None, event.rate
         passed, transfer.passed = transfer.passed, None
+        if event.rate > GAIN * transfer.slow:
+            tree.unslow(transfer)
         source = transfer.source
         peer = tree.transfers.get(source or "")
         if source is None:
@@ -190,24 +193,28 @@ class Directory:
             tree.passing = False
             tree.unslow(passed)
             why = f"to pass {passed.receiver} did not help"
-            if tree.transfers.get(passed.receiver) is passed and passed.source is not None:
+            if tree.may_feed(passed.receiver, transfer):
                 self._note(transfer, why)
                 return [self._connect(tree, transfer, Choice(passed.receiver, passed.depth, why))]
             return self._stay(transfer, why)
-        if tree.crowded(source) and not transfer.slow:
+        if tree.crowded(transfer):
             choice = self._choose(tree, transfer, without={source}, free=True)
             if choice is not None:
                 self._note(transfer, "left a source that feeds several")
                 return [self._connect(tree, transfer, choice)]
         if not tree.passing:
             return self._stay(transfer, "to pass those who are slow did not help")
+        if peer is not None and self._is_new(peer):
+            return self._stay(transfer, f"{source} has just got another source")
         if peer is None or (peer.rate is None and again):
             tree.slow(transfer)  # if not, its source is, and nobody loses
             return self._stay(transfer, "slow, as nobody else on the way here is")
         if not peer.rate:
             return self._stay(transfer, f"{source} may be slow")
+        if self.hosts.get(source) == self.hosts.get(transfer.receiver):
+            return self._stay(transfer, "the whole host is slow")
         above = tree.transfers.get(peer.source or "")
-        if above is not None and above.rate is not None:
+        if above is not None and (above.rate is not None or self._is_new(above)):
             return self._stay(transfer, f"{source} waits for its own source")
         tree.slow(peer)
         slower = tree.below(peer.receiver) | {peer.receiver}
@@ -219,6 +226,10 @@ class Directory:
         pull = self._connect(tree, transfer, choice)
         transfer.passed = peer
         return [pull]
+
+    def _is_new(self, peer: Transfer) -> bool:
+        """Whether a source has so new a source itself that nothing can be said of it yet."""
+        return self.now - peer.changed < self.stall_timeout
 
     def _stay(self, transfer: Transfer, reason: str) -> list[Instruction]:
         return [Wait(transfer.key, transfer.receiver, transfer.epoch, reason)]
@@ -243,6 +254,8 @@ class Directory:
             quiet = self.now - peer.heard
             if peer.rate is not None and quiet < 2 * self.stall_timeout:
                 return self._stay(transfer, f"{source} waits for its own source")
+            if self._is_new(peer):
+                return self._stay(transfer, f"{source} has just got another source")
             if quiet > 0.9 * self.stall_timeout:
                 # Its source is free for the one that it left waiting.
                 tree.mute(peer)
@@ -352,6 +365,8 @@ class Directory:
     def _connect(self, tree: Tree, transfer: Transfer, choice: Choice) -> Pull:
         self.epoch += 1
         transfer.start = transfer.heard = self.now
+        if transfer.epoch:
+            transfer.changed = self.now
         transfer.resumed_from = transfer.received
         tree.connect(transfer, choice, self.epoch)
         return self._pull(transfer)

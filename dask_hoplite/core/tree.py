@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -25,11 +26,12 @@ class Transfer:
     received: int = 0
     resumed_from: int = 0
     start: float = 0.0
+    changed: float = -math.inf  #: when it got another source than its first
     heard: float = 0.0  #: when the receiver last said anything
     moved: float = 0.0  #: when it last had more bytes than before
     silent: bool = False  #: it seems to be frozen or cut off
     rate: float | None = None  #: bytes per second, if it has complained that these are too few
-    slow: bool = False  #: it is at fault itself: others pass it, and it ends as a leaf
+    slow: float = 0.0  #: bytes per second, if it is at fault itself: others pass it
     passed: Transfer | None = None  #: the slow one in whose place it is fed, on trial
     ahead: bool = False  #: the receiver has not shown yet that it knows of it
     since: int = 0  #: all epochs of this transfer are greater
@@ -125,19 +127,19 @@ class Tree:
 
     def slow(self, transfer: Transfer) -> None:
         """Offer a receiver no longer, nor count it as a load: it takes little of its source's."""
-        transfer.slow = True
+        transfer.slow = transfer.slow or transfer.rate or 0.0
         self._discount(transfer)
 
     def unslow(self, transfer: Transfer) -> None:
         """A receiver that seemed to be slow is as fast as others."""
-        transfer.slow = False
-        if transfer.source is not None and not transfer.silent:
+        was_slow, transfer.slow = transfer.slow, 0.0
+        if was_slow and transfer.source is not None and not transfer.silent:
             self._count(transfer)
             self._offer(transfer)
 
-    def crowded(self, source: str) -> bool:
-        """Whether a source feeds more than it should at a time."""
-        return len(self.children.get(source, ())) > self.fan_out
+    def crowded(self, transfer: Transfer) -> bool:
+        """Whether a receiver's source is on a host that feeds more than it should at a time."""
+        return transfer.keeps_busy is not None and self._load[transfer.keeps_busy] > self.fan_out
 
     def widen(self, fan_out: int) -> None:
         """Let hosts feed another number of others at a time."""
@@ -234,11 +236,7 @@ class Tree:
             return None  # soon known, as when the last copy is lost
         host = self.hosts.get(transfer.receiver)
         here = [w for w in whole if self.hosts[w] == host]
-        here += [
-            w
-            for w in self._on_host[host or ""]
-            if self._may_feed(w, transfer, below) and not self.transfers[w].slow
-        ]
+        here += [w for w in self._on_host[host or ""] if self._may_feed(w, transfer, below)]
         if here:
             source = min(here, key=lambda w: (self._fed_by(w), self._depth(w), w))
             return Choice(source, self._depth(source), "on the same host")
@@ -276,11 +274,14 @@ class Tree:
             heapq.heappush(self._open, entry)
         return found
 
+    def may_feed(self, worker: str, transfer: Transfer) -> bool:
+        """Whether a receiver of the object may feed another one."""
+        return self._may_feed(worker, transfer, self.below(transfer.receiver))
+
     def _eligible(self, worker: str, transfer: Transfer) -> bool:
         return worker != transfer.receiver and worker in self.hosts and worker not in transfer.tried
 
     def _may_feed(self, worker: str, transfer: Transfer, below: set[str]) -> bool:
-        """Whether a receiver of the object may feed another one."""
         peer = self.transfers.get(worker)
         return (
             peer is not None

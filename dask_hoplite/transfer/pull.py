@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic
 from typing import Any
@@ -24,6 +24,7 @@ from dask_hoplite.core.events import (
     Wanted,
 )
 from dask_hoplite.core.instructions import Instruction, NoSource, Pull, Wait
+from dask_hoplite.core.watch import Watch
 from dask_hoplite.exceptions import (
     CancelledPullError,
     NotInstalledError,
@@ -39,10 +40,6 @@ from dask_hoplite.transfer.shelf import OFFLOAD, Entry, Shelf
 #: Objects that a worker receives at a time. A pull takes its slot before the directory hears of it,
 #: so whoever is a source has one, and none waits for another's.
 SLOTS = 16
-
-#: A receiver looks so often in a stall timeout how fast bytes come. It complains if that is less
-#: than this share of what the link should carry: half, as when a source feeds one more, or less.
-WINDOWS, FAIR = 5, 0.6
 
 #: Tells the directory of an event; gives what it decides for this receiver, if anything.
 Tell = Callable[[Event], Awaitable[Instruction | None]]
@@ -259,49 +256,27 @@ class Incoming:
             )
         )
         try:
-            async for event in self._watch(taking):
-                if isinstance(event, Progressed):
-                    puller.report(event)
-                elif not isinstance(told := await puller.tell(event), Wait) and not taking.done():
-                    return told
+            watch = Watch(puller.stall_timeout, self.rate, self.received, self.asked)
+            while not taking.done():
+                await asyncio.wait({taking}, timeout=watch.interval)
+                finding = None if taking.done() else watch.look(self.received, monotonic())
+                if finding == "progressed":
+                    puller.report(self._report(Progressed))
+                elif finding is not None:
+                    event = (
+                        self._report(Stalled)
+                        if finding == "stalled"
+                        else self._report(Lagging, rate=watch.rate)
+                    )
+                    told = await puller.tell(event)
+                    if not isinstance(told, Wait) and not taking.done():
+                        return told
             self.path = taking.result()
             return None
         finally:
             if not taking.done():
                 taking.cancel()
                 await asyncio.wait({taking})
-
-    async def _watch(self, taking: asyncio.Future[str]) -> AsyncIterator[Event]:
-        """What to tell the directory, and when, for as long as bytes are taken from a source."""
-        timeout = self.puller.stall_timeout
-        window = pause = timeout / WINDOWS
-        moved = said = monotonic()
-        wrong: str | None = None
-        while True:
-            before, since = self.received, monotonic()
-            done, _ = await asyncio.wait({taking}, timeout=window)
-            if done:
-                return
-            now = monotonic()
-            rate = max(self.received - before, 0) / (now - since)
-            if rate:
-                moved = now
-            was_wrong, wrong = wrong, "slow" if rate < FAIR * self.rate else None
-            if not rate:
-                wrong = "dry"
-            stalled = now - moved >= timeout
-            if wrong != was_wrong:
-                pause = window
-            elif now - said < (pause if wrong == "slow" else timeout) and not stalled:
-                continue
-            said, pause = now, min(2 * pause, timeout)
-            if wrong is None:
-                yield self._report(Progressed)
-            elif stalled:
-                moved = now
-                yield self._report(Stalled)
-            else:
-                yield self._report(Lagging, rate=rate)
 
     def _report(self, event: type, **fields: Any) -> Event:
         return event(  # type: ignore[no-any-return]
