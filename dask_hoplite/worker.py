@@ -355,6 +355,7 @@ class HopliteWorker(WorkerPlugin):
         identity: str = "",
         affinity: str = "",
         early: bool = False,
+        fingerprint: bytes | None = None,
     ) -> dict[str, Any] | NoReply:
         """Send an object to ``receiver``, from ``offset`` on.
 
@@ -371,7 +372,7 @@ class HopliteWorker(WorkerPlugin):
         try:
             if early:
                 await self.shelf.announced(key, self.stall_timeout)
-            answer = await serve(comm, self.shelf, key, offset, identity, affinity)
+            answer = await serve(comm, self.shelf, key, offset, identity, affinity, fingerprint)
         finally:
             worker.transfer_outgoing_count -= 1
             worker.transfer_outgoing_bytes -= nbytes

@@ -8,8 +8,11 @@ from concurrent.futures import CancelledError
 import numpy as np
 import pytest
 from distributed import Client, wait
+from distributed.core import Status
 
 from dask_hoplite import Hoplite, ObjectLostError
+from dask_hoplite.transfer import pull
+from dask_hoplite.transfer.buffer import Buffer
 from tests.helpers import array, hoplite_cluster, hosted, plugin, until
 
 
@@ -101,3 +104,44 @@ async def test_unregistering_puts_the_transition_back(c, s, *workers):
     assert "_TRANSITIONS_TABLE" not in s.__dict__
     x = hosted(c)
     await wait(x)
+
+
+def breaks_after(worker, nbytes, then):
+    """Let a worker send only the first bytes of anything, and then break the connection."""
+
+    async def serve(comm, key, **kwargs):
+        async with worker.plugins["hoplite"].shelf.reading(key) as buffer:
+            await comm.write({"status": "OK", "offset": 0, **buffer.layout.to_message()})
+            await comm.stream.write(buffer.piece(0, nbytes))
+            then()
+            comm.abort()
+            return Status.dont_reply
+
+    worker.handlers["hoplite_pull"] = serve
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_another_serialisation_is_gone_on_with_if_it_begins_equally(equal, monkeypatch):
+    @hoplite_cluster()
+    async def test(c, s, a, b, receiver, *workers):
+        await c.register_plugin(Hoplite())
+        x = hosted(c, 900_000, worker=a.address)
+        await x
+        value = array(900_000, seed=0 if equal else 1)
+        b.update_data({x.key: value}, stimulus_id="test")
+        ts = s.tasks[x.key]
+        breaks_after(a, 500_000, lambda: s.add_replica(ts, s.workers[b.address]))
+        extension, begun = receiver.plugins["hoplite"], []
+        monkeypatch.setattr(
+            pull, "make_room", lambda layout, _: begun.append(layout.nbytes) or Buffer(layout)
+        )
+        assert await extension.acquire({x.key: 900_000}) == {"status": "OK"}
+        np.testing.assert_array_equal(receiver.data[x.key], value)
+        await until(lambda: "finished" in [row["status"] for row in plugin(s).directory.log()])
+        first, second = plugin(s).directory.log()
+        assert (first["source"], second["source"]) == (a.address, b.address)
+        assert second["resumed_from"] == 500_000, "the directory knows nothing of serialisations"
+        assert first["received"] == 500_000
+        assert begun == [900_000] if equal else [900_000] * 2
+
+    test()

@@ -75,7 +75,7 @@ async def take(
         What is there already.
     begin : callable
         Given the layout, and the handle of shared memory if there is one, makes the buffer. Called
-        if there is none, or if it was of another serialisation than the source's. May raise OSError
+        if there is none, or if the source's serialisation begins otherwise. May raise OSError
         if the memory cannot be had, and is then called without handle.
     hops : int
         How many receivers there may be in a row.
@@ -96,16 +96,20 @@ async def take(
     """
     comm = await rpc.connect(source)
     try:
-        answer = await send_recv(
-            comm,
-            op="hoplite_pull",
-            key=key,
-            receiver=receiver,
-            offset=buffer.received if buffer is not None else 0,
-            identity=buffer.layout.identity if buffer is not None else "",
-            affinity=affinity(),
-            early=early,
-        )
+        request = {
+            "op": "hoplite_pull",
+            "key": key,
+            "receiver": receiver,
+            "offset": buffer.received if buffer is not None else 0,
+            "identity": buffer.layout.identity if buffer is not None else "",
+            "affinity": affinity(),
+            "early": early,
+        }
+        answer = await send_recv(comm, **request)
+        if answer is not None and answer["status"] == "other":
+            assert buffer is not None
+            fingerprint = await offload(buffer.fingerprint, buffer.received)
+            answer = await send_recv(comm, **request, fingerprint=fingerprint)
         if answer is None:
             raise SourceFailedError("has no Hoplite")
         if answer["status"] == "gone":
@@ -122,7 +126,8 @@ async def take(
                 await comm.write({"attached": True})
                 await receive_marks(comm, buffer)
                 return "shared memory"
-        if buffer is None or buffer.layout.identity != layout.identity:
+        same = buffer is not None and buffer.layout.identity == layout.identity
+        if buffer is None or not (same or answer["offset"]):
             buffer = begin(layout, None)
         await receive(comm, buffer, hops)
         return path(comm, source)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from distributed.comm.core import Comm, CommClosedError
 from distributed.core import Status
+from distributed.utils import offload
 
 from dask_hoplite.core.events import Key
 from dask_hoplite.transfer.buffer import Buffer
@@ -21,7 +22,13 @@ NoReply = Literal[Status.dont_reply]
 
 
 async def serve(
-    comm: Comm, shelf: Shelf, key: Key, offset: int, identity: str, whose: str
+    comm: Comm,
+    shelf: Shelf,
+    key: Key,
+    offset: int,
+    identity: str,
+    whose: str,
+    fingerprint: bytes | None,
 ) -> dict[str, Any] | NoReply:
     """Send an object, or the rest of it, to the worker that asked for it.
 
@@ -34,16 +41,24 @@ async def serve(
     key : Key
         The object.
     offset : int
-        What the receiver has already, in bytes, of the serialisation ``identity``. If ours is
-        another one, all of it is sent.
+        What the receiver has already, in bytes.
+    identity : str
+        The serialisation that these are of. If ours is another one, we ask for ...
+    fingerprint : bytes or None
+        ... the :meth:`~dask_hoplite.transfer.buffer.Buffer.fingerprint` of what it has. If ours
+        begins otherwise, all of it is sent.
     whose : str
         The receiver's :func:`~dask_hoplite.transfer.shared.affinity`.
     """
     try:
         async with shelf.reading(key) as buffer:
-            if buffer.layout.identity != identity:
-                offset = 0
-            answer = {"status": "OK", **buffer.layout.to_message()}
+            if offset and buffer.layout.identity != identity:
+                if fingerprint is None:
+                    return {"status": "other"}
+                await buffer.beyond(offset - 1)
+                if await offload(buffer.fingerprint, offset) != fingerprint:
+                    offset = 0
+            answer = {"status": "OK", "offset": offset, **buffer.layout.to_message()}
             shared = shelf.share(key, buffer, whose) if offset == 0 else None
             try:
                 if shared is not None:
