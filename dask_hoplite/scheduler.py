@@ -437,7 +437,12 @@ class Hoplite(SchedulerPlugin):
             }
             for key, tree in directory.trees.items()
         }
-        return {"version": dask_hoplite.__version__, "workers": workers, "objects": objects}
+        return {
+            "version": dask_hoplite.__version__,
+            "workers": workers,
+            "objects": objects,
+            "unreachable": list(directory.shunned),
+        }
 
 
 class KeepWishedReplicas(ActiveMemoryManagerPolicy):

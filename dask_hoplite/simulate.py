@@ -201,7 +201,7 @@ class Simulation:
             # As in Dask, who does not ask is not told, except to stop.
             if told.receiver == asking or isinstance(told, Cancel):
                 self.later(self.obey, told)
-        if len(self.workers) <= 100:  # it takes long
+        if len(self.workers) <= 300:  # it takes long
             self.violations += [f"{self.now}: {cycle}" for cycle in cycles(self.directory)]
 
     # Receivers
@@ -580,9 +580,9 @@ def simulate(
 
 
 def scenario(seed: int, *, faults: bool = True) -> dict[str, Any]:
-    """Random arguments for :func:`simulate`: few workers, any size, and much that goes wrong."""
+    """Random arguments for :func:`simulate`: up to 256 workers, any size, and much goes wrong."""
     rng = random.Random(f"scenario {seed}")  # unlike the one of the simulation
-    workers, nbytes = rng.randint(4, 64), int(2 ** rng.uniform(0, 31))
+    workers, nbytes = int(2 ** rng.uniform(2, 8)), int(2 ** rng.uniform(0, 31))
     bandwidth, latency = 10 ** rng.uniform(7, 10), 10 ** rng.uniform(-5, -2)
     once = nbytes / bandwidth + 10 * latency
     names = [f"w{i}" for i in range(workers)]
@@ -618,18 +618,31 @@ def scenario(seed: int, *, faults: bool = True) -> dict[str, Any]:
     }
 
 
+def _number(worker: str) -> int:
+    """Of a receiver; -1 for what is none."""
+    return int(worker[1:]) if worker.startswith("w") else -1
+
+
 def explore(seeds: int, faults: bool) -> int:
     """Run random scenarios, until one shows a violation."""
     ratio = delay = (0.0, 0)
     for seed in range(seeds):
-        result = simulate(**scenario(seed, faults=faults))
+        given = scenario(seed, faults=faults)
+        result = simulate(**given)
         if result.violations:
             print(f"seed {seed}:", *result.violations[:10], sep="\n")
             return 1
-        if result.finished:
-            ratio = max(ratio, (result.ratio, seed))
-            delay = max(delay, (result.completion - result.lower_bound, seed))
-    print(f"{seeds} scenarios without a violation; at worst, the last receiver was done")
+        # Those to whom something happens themselves take as long as they take.
+        hit = {_number(fault.worker) // given["per_host"] for fault in given["faults"]}
+        done = [
+            seconds
+            for worker, seconds in result.finished.items()
+            if _number(worker) // given["per_host"] not in hit
+        ]
+        if done:
+            ratio = max(ratio, (max(done) / result.lower_bound, seed))
+            delay = max(delay, (max(done) - result.lower_bound, seed))
+    print(f"{seeds} scenarios without a violation; at worst, the last undisturbed one was done")
     print(f"at {ratio[0]:.3f} x the lower bound (seed {ratio[1]}),")
     print(f"{delay[0]:.3f} s after the lower bound (seed {delay[1]})")
     return 0

@@ -441,6 +441,43 @@ def test_a_complaint_of_an_epoch_that_is_over():
     assert story.lag("c1", 10.0, epoch=old).epoch == story.epochs["c1"]
 
 
+def test_a_source_that_gave_nothing_is_shunned_by_that_receiver():
+    story = Story("a1 b1 c1", holders="a1 b1")
+    source = story.want("c1")
+    other = story.fail("c1").source
+    assert {source, other} == {"a1", "b1"}
+    story.report(Abandoned, "c1", 0, "enough")
+    for _ in range(2):  # also for the next object
+        assert story.want("c1") == other
+        story.report(Abandoned, "c1", 0, "enough")
+    assert story.directory.shunned.keys() == {("c1", source)}
+    story.leave(other)
+    assert story.want("c1") == source, "if there is nobody else"
+    story.finish("c1")
+    assert not story.directory.shunned, "it did give something"
+
+
+def test_shunning_ends_with_time_and_with_another_life():
+    for end in ("time", "life"):
+        story = Story("a1 b1 c1", holders="a1 b1")
+        source = story.want("c1")
+        story.fail("c1")
+        story.report(Abandoned, "c1", 0, "enough")
+        if end == "time":
+            story.now += 41 * TIMEOUT
+        else:
+            story.directory.handle(WorkerLeft(source), story.now)
+            story.join(source)
+        assert story.want("c1") == source
+
+
+def test_a_source_that_gave_something_is_not_shunned():
+    story = Story("a1 b1 c1", holders="a1 b1")
+    story.want("c1")
+    story.fail("c1", received=100)
+    assert not story.directory.shunned
+
+
 def test_stalled_on_a_push_waits_for_who_pushes():
     story = Story("a1 b1", holders="")
     story.ask(Pushed("x", "a1", NBYTES, "client"))

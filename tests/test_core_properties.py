@@ -132,6 +132,9 @@ class Transfers(RuleBasedStateMachine):
             return
         able = self.able(pull.key, pull.receiver)
         assert pull.source in able
+        shunned = {source for one, source in self.directory.shunned if one == pull.receiver}
+        able = able - shunned or able
+        assert pull.source in able
         if isinstance(event, WorkerLeft):
             return  # others may have been decided about since
         host = self.host(pull.source)

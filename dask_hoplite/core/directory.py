@@ -34,6 +34,9 @@ from dask_hoplite.core.tree import Choice, Transfer, Tree
 #: After so many stall timeouts, a silent source is given up even if there is no other.
 PATIENCE = 20
 
+#: For so many stall timeouts, a source that gave a receiver nothing is taken only if need be.
+SHUN = 40
+
 #: To be fed past a slow one has helped if bytes come so many times as fast.
 GAIN = 1.5
 
@@ -81,6 +84,8 @@ class Directory:
         self.bytes_in: Counter[str] = Counter()
         self.bytes_out: Counter[str] = Counter()
         self.now = 0.0
+        #: Receivers and sources between which nothing came, and until when that counts
+        self.shunned: dict[tuple[str, str], float] = {}
         self._settling: dict[Key, None] = {}  # nobody receives them, but see :meth:`_tidy`
 
     def handle(self, event: Event, now: float) -> list[Instruction]:
@@ -113,6 +118,8 @@ class Directory:
         if event.worker not in self.hosts:
             self.crowds[event.host] += 1
         self.hosts[event.worker] = event.host
+        for pair in [pair for pair in self.shunned if event.worker in pair]:
+            del self.shunned[pair]  # that was another life of it
         for tree in self.trees.values():
             for transfer in tree.transfers.values():
                 transfer.tried.pop(event.worker, None)  # that was another life of it
@@ -291,6 +298,7 @@ class Directory:
                 seconds=event.seconds,
             )
         self._advance(transfer, tree.nbytes)
+        self.shunned.pop((event.receiver, transfer.source or ""), None)
         transfer.path = event.path
         self._note(transfer, "finished")
         tree.land(transfer, self.now)
@@ -349,13 +357,29 @@ class Directory:
         whole = {*self.holders(tree.key), *tree.landed}
         tried = transfer.tried
         transfer.tried = {**tried, **dict.fromkeys(without, "")}
+        able = transfer.tried
+        if shunned := self._shunned_by(transfer.receiver):
+            transfer.tried = {**able, **dict.fromkeys(shunned, "")}
         choice = tree.choose(transfer, whole, free=free)
+        if choice is None and shunned:
+            transfer.tried = able
+            choice = tree.choose(transfer, whole, free=free)
         transfer.tried = tried
         return choice
+
+    def _shunned_by(self, receiver: str) -> list[str]:
+        """Sources that gave nothing to a receiver lately: only if there is nobody else."""
+        for pair, until in list(self.shunned.items()):
+            if until < self.now or not self.hosts.keys() >= set(pair):
+                del self.shunned[pair]
+        return [source for one, source in self.shunned if one == receiver]
 
     def _replace_source(self, tree: Tree, transfer: Transfer, why: str) -> list[Instruction]:
         source = transfer.source
         if source is not None:
+            if source in self.hosts and transfer.received == transfer.resumed_from:
+                # Perhaps these two cannot reach each other, while others can.
+                self.shunned[transfer.receiver, source] = self.now + SHUN * self.stall_timeout
             transfer.tried[source] = why
             tree.landed.pop(source, None)
             self._note(transfer, why)
