@@ -27,7 +27,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from dask_hoplite.core import events
@@ -545,6 +545,7 @@ def simulate(
     """
     if nbytes < 1 or latency <= 0:
         raise ValueError(f"nbytes={nbytes} and latency={latency} must be positive")
+    cost = replace(cost) if cost is not None else None  # it learns, and is the caller's
     sim = Simulation(nbytes, latency, granule, cost=cost, stall_timeout=stall_timeout)
     receivers = [Worker(f"w{i}", f"host{i // per_host}") for i in range(workers)]
     origins = [Worker(f"origin{i}", f"origin-host{i}", "whole") for i in range(holders)]
