@@ -3,6 +3,7 @@
 python -m benchmarks lab         on emulated hosts whose network is the limit (needs root)
 python -m benchmarks loopback    on this machine as it is
 python -m benchmarks faults      what becomes of a broadcast when a host fails (needs root)
+python -m benchmarks tls         an object of more than 2 GiB on a TLS cluster
 python -m benchmarks side        what Hoplite does to everything else
 python -m benchmarks plot FILE   draw the records of an earlier run again
 """
@@ -21,7 +22,7 @@ from pathlib import Path
 from dask.utils import format_bytes, parse_bytes
 from rich.console import Console
 
-from benchmarks import faults, report
+from benchmarks import faults, report, tls
 from benchmarks.cluster import SYSTEMS, Cluster, Loopback, Place
 from benchmarks.laboratory import Laboratory, LaboratoryError, why_not
 from benchmarks.measure import Comparison, Record
@@ -65,6 +66,11 @@ def main() -> None:
     fault.add_argument("--cases", nargs="+", choices=faults.CASES, default=list(faults.CASES))
     fault.add_argument("--reps", type=int, default=3)
     fault.set_defaults(run=run_faults)
+
+    secure = commands.add_parser("tls", help="a large object on a TLS cluster, on this machine")
+    secure.add_argument("--size", type=parse_bytes, default=parse_bytes("2.5GiB"))
+    secure.add_argument("--workers", type=int, default=3)
+    secure.set_defaults(run=run_tls)
 
     side = commands.add_parser("side", parents=[common], help="side effects, on this machine")
     side.add_argument("--workers", type=int, default=4)
@@ -168,6 +174,17 @@ def run_faults(args: argparse.Namespace) -> None:
             records.append(record)
     console.print(report.faults_table(records))
     console.print(f"{path}", soft_wrap=True)
+
+
+def run_tls(args: argparse.Namespace) -> None:
+    """Bring a large object to all workers of a TLS cluster."""
+    found = tls.run(args.size, args.workers)
+    console.print(
+        f"{format_bytes(args.size)} to {args.workers - 1} workers in {found['seconds']:.1f} s "
+        f"by {', '.join(found['paths'])}; "
+        f"a receiver grew by {format_bytes(found['growth'])}; "
+        + ("values are right" if found["correct"] else "WRONG VALUES")
+    )
 
 
 def run_side(args: argparse.Namespace) -> None:

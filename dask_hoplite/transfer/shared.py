@@ -18,6 +18,7 @@ from typing import Any
 
 from distributed.utils import offload
 
+from dask_hoplite.config import setting
 from dask_hoplite.transfer.buffer import Buffer
 from dask_hoplite.transfer.layout import Layout
 
@@ -37,6 +38,8 @@ def affinity() -> str:
 
     The network is a part of it: hosts that are only emulated must use theirs.
     """
+    if not setting("shared-memory"):
+        return ""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             parts = [file.read().strip(), str(os.getuid())]
