@@ -294,6 +294,9 @@ class ClientExtension:
                 task.cancel()
             reason = f"{type(error).__name__}: {error}"
             await asyncio.shield(scheduler.hoplite_abort(keys=list(puts), reason=reason))
+            # Some may be ours already, if it was the answer to that which has not come.
+            release = {"op": "client-releases-keys", "keys": list(puts), "client": client.id}
+            client._send_to_scheduler(release)
             raise
         return dict(done["failed"])
 
@@ -333,8 +336,8 @@ class ClientExtension:
         rest = [key for key in keys if key not in data]
         if not rest:
             return {"status": "OK", "data": data}
-        client._gather_keys = set(rest) | (client._gather_keys or set())
-        response: dict[str, Any] = await self.plain_gather_remote(client, direct, local_worker)
+        asking: Any = _Asking(client, rest)
+        response: dict[str, Any] = await self.plain_gather_remote(asking, direct, local_worker)
         if response["status"] == "OK":
             response["data"].update(data)
         return response
@@ -369,6 +372,21 @@ class ClientExtension:
             assert buffer is not None
             return await unpack(buffer)
         raise error
+
+
+class _Asking:
+    """A client as Dask's gather sees it, with keys of its own to ask for.
+
+    Those that wait in the client itself are another call's, which will come for them.
+    """
+
+    def __init__(self, client: Client, keys: Collection[Key]):
+        self._client = client
+        self._gather_keys: set[Key] | None = set(keys)
+        self._gather_future = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
 
 
 def _is_collection(data: Any) -> bool:

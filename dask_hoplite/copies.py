@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+#: So many workers may fail to take what the scheduler sends, before the sender is told.
+ATTEMPTS = 3
+
 
 @dataclass
 class Put:
@@ -42,8 +45,8 @@ class Put:
     client: str
     root: str
     epoch: int
-    wish: Collection[str] | None  #: workers that are to keep a copy; None: all
-    broadcast: bool
+    broadcast: bool = False
+    wish: Collection[str] | None = None  #: workers that are to keep a copy; None: all
     task: TaskState | None = None  #: Dask's, once there is one
     held: set[str] = field(default_factory=set)
     failed: dict[str, str] = field(default_factory=dict)
@@ -104,41 +107,54 @@ class Copies:
         """
         targets = await self._running(workers, timeout)
         load = {ws: ws.memory.process for ws in targets}
-        chosen: list[tuple[Key, int, WorkerState, list[WorkerState]]] = []
+        chosen: list[tuple[Key, int, list[str]]] = []
         for key, size in nbytes.items():
-            able = _able(key, size, targets)
-            root = min(able, key=lambda ws: (load[ws], ws.address))
-            load[root] += size
-            n = len(able) if broadcast is True else max(int(broadcast), 1)
-            others = sorted((ws for ws in able if ws is not root), key=lambda ws: load[ws])
-            chosen.append((key, size, root, others[: n - 1]))
+            ranked = sorted(_able(key, size, targets), key=lambda ws: (load[ws], ws.address))
+            load[ranked[0]] += size
+            chosen.append((key, size, [ws.address for ws in ranked]))
+        everywhere = workers is None and broadcast is True
         placement: dict[Key, tuple[str, int]] = {}
         try:
-            for key, size, root, others in chosen:
-                wish = None
-                if workers is not None or broadcast is not True:
-                    wish = [ws.address for ws in (root, *others)]
-                put = Put(key, size, client, root.address, 0, wish, bool(broadcast))
-                placement[key] = await self._begin(put, [ws.address for ws in others])
+            for key, size, able in chosen:
+                put = await self._begin(key, size, client, able)
+                placement[key] = put.root, put.epoch
+                put.broadcast = bool(broadcast)
+                n = len(able) if broadcast is True else max(int(broadcast), 1)
+                others = [worker for worker in able if worker != put.root][: n - 1]
+                put.wish = None if everywhere else [put.root, *others]
+                put.copying = [asyncio.create_task(self._copy(put, worker)) for worker in others]
         except BaseException as error:
-            await self.abort(placement, f"another object of the same call: {error}")
+            self.abort(placement, f"another object of the same call: {error}")
             raise
         return placement
 
-    async def _begin(self, put: Put, others: list[str]) -> tuple[str, int]:
-        [pull] = self.hoplite.handle(Pushed(put.key, put.root, put.nbytes, put.client))
-        assert isinstance(pull, Pull)
-        put.epoch = pull.epoch
-        self.puts[put.key] = put
-        answer = await self.scheduler.rpc(put.root).hoplite_expect(
-            key=put.key, epoch=put.epoch, shares_host=pull.shares_host
-        )
-        if answer is None or answer["status"] != "OK":
-            reason = "has no Hoplite" if answer is None else answer["reason"]
-            await self.abort([put.key], reason)
-            raise TransferError(put.key, f"{put.root}: {reason}")
-        put.copying = [asyncio.create_task(self._copy(put, worker)) for worker in others]
-        return put.root, put.epoch
+    async def _begin(self, key: Key, nbytes: int, client: str, workers: list[str]) -> Put:
+        """Let a worker expect an object: the first that answers."""
+        tried: dict[str, str] = {}
+        patience: float | None = 2 * self.hoplite.config.stall_timeout
+        for worker in workers:
+            if client not in self.scheduler.clients:  # nobody would ever give it up
+                raise TransferError(key, f"client {client} left")
+            [pull] = self.hoplite.handle(Pushed(key, worker, nbytes, client))
+            assert isinstance(pull, Pull)
+            self.puts[key] = put = Put(key, nbytes, client, worker, pull.epoch)
+            if worker == workers[-1]:
+                patience = None  # it may be slow, and there is no other
+            try:
+                async with asyncio.timeout(patience):
+                    answer = await self.scheduler.rpc(worker).hoplite_expect(
+                        key=key, epoch=put.epoch, shares_host=pull.shares_host
+                    )
+            except OSError as error:
+                tried[worker] = f"{type(error).__name__}: {error}"
+                self.abort([key], f"{worker} does not answer")
+                continue
+            if answer is None or answer["status"] != "OK":
+                reason = "has no Hoplite" if answer is None else answer["reason"]
+                self.abort([key], reason)
+                raise TransferError(key, f"{worker}: {reason}")
+            return self._put(key)  # unless it was given up meanwhile
+        raise TransferError(key, "no worker answers", tried)
 
     async def _copy(self, put: Put, worker: str) -> None:
         reason = await self.acquire(worker, {put.key: put.nbytes})
@@ -146,7 +162,7 @@ class Copies:
             put.failed[worker] = reason[put.key]
             return
         put.held.add(worker)
-        if put.task is not None:
+        if put.task is not None or self.puts.get(put.key) is not put:
             self._announce(put, worker)
 
     def _announce(self, put: Put, worker: str) -> None:
@@ -154,9 +170,10 @@ class Copies:
         ws = self.scheduler.workers.get(worker)
         if ws is None:
             return
-        if put.task is not None and self.scheduler.tasks.get(put.key) is put.task:
-            self.scheduler.add_replica(put.task, ws)
-        else:
+        ts = self.scheduler.tasks.get(put.key)
+        if ts is not None and ts is put.task:
+            self.scheduler.add_replica(ts, ws)
+        elif put.key not in self.puts and (ts is None or ws not in (ts.who_has or ())):
             self._free(worker, put.key)
 
     def _free(self, worker: str, key: Key) -> None:
@@ -187,16 +204,19 @@ class Copies:
             If an object was lost again before this call.
         """
         puts = [self._put(key) for key in keys]
+        alive = {}
         for put in puts:
             put.held.add(put.root)
-            alive = [worker for worker in put.held if worker in self.scheduler.workers]
-            if not alive:
-                await self.abort([put.key], "its worker left")
+            alive[put.key] = [worker for worker in put.held if worker in self.scheduler.workers]
+            if not alive[put.key]:
+                self.abort(keys, f"{put.root} left")
                 raise TransferError(put.key, f"{put.root} left before anybody else had it")
+        # All or none: who gets an error has no future by which to release the others.
+        for put in puts:
             if put.broadcast:
                 self.hoplite.wishes.add(put.key, put.wish)
             self.scheduler.update_data(
-                who_has={put.key: alive}, nbytes={put.key: put.nbytes}, client=client
+                who_has={put.key: alive[put.key]}, nbytes={put.key: put.nbytes}, client=client
             )
             put.task = self.scheduler.tasks[put.key]
         try:
@@ -216,23 +236,21 @@ class Copies:
             raise TransferError(key, "was given up before all of it had come")
         return self.puts[key]
 
-    async def abort(self, keys: Iterable[Key], reason: str) -> None:
+    def abort(self, keys: Iterable[Key], reason: str) -> None:
         """Give up objects on their way in, with all that there is of them."""
         for key in keys:
             put = self.puts.pop(key, None)
             if put is None or put.task is not None:
                 continue
             logger.info("Hoplite: %r from %s is given up: %s", key, put.client, reason)
-            for task in put.copying:
-                task.cancel()
             self.hoplite.perform(self.hoplite.handle(Released(key)))
             for worker in (put.root, *put.held):
                 self._free(worker, key)
 
-    async def client_left(self, client: str) -> None:
+    def client_left(self, client: str) -> None:
         """Give up what a client was about to push."""
         keys = [key for key, put in self.puts.items() if put.client == client]
-        await self.abort(keys, "the client left")
+        self.abort(keys, "the client left")
 
     # Dask's own operations
 
@@ -262,17 +280,42 @@ class Copies:
                 data=small, workers=workers, client=client, broadcast=broadcast, timeout=timeout
             )
         if large:
-            sizes = {key: buffer.nbytes for key, buffer in large.items()}
+            await self._enter(client, large, workers, broadcast, timeout)
+        return list(data)
+
+    async def _enter(
+        self,
+        client: str,
+        buffers: dict[Key, Buffer],
+        workers: Collection[str] | None,
+        broadcast: bool | int,
+        timeout: float | str | None,
+    ) -> None:
+        """Send objects that are here to workers; if one of these leaves meanwhile, to others."""
+        sizes = {key: buffer.nbytes for key, buffer in buffers.items()}
+        tried: dict[str, str] = {}
+        while len(tried) < ATTEMPTS:
             placement = await self.place(client, sizes, workers, broadcast, timeout)
+
+            async def send(key: Key, worker: str, epoch: int) -> None:
+                try:
+                    await push(self.scheduler.rpc, worker, key, buffers[key], epoch)
+                except OSError as error:
+                    tried[worker] = f"{type(error).__name__}: {error}"
+                    raise
+
             try:
                 async with asyncio.TaskGroup() as group:
                     for key, (worker, epoch) in placement.items():
-                        group.create_task(push(self.scheduler.rpc, worker, key, large[key], epoch))
+                        group.create_task(send(key, worker, epoch))
+                await self.commit(client, list(buffers))
+                return
+            except* OSError as errors:
+                self.abort(buffers, f"push failed: {errors.exceptions[0]}")
             except* Exception as errors:
-                await self.abort(large, f"push failed: {errors.exceptions[0]}")
+                self.abort(buffers, f"push failed: {errors.exceptions[0]}")
                 raise errors.exceptions[0] from None
-            await self.commit(client, list(large))
-        return list(data)
+        raise TransferError(next(iter(buffers)), "could not be sent to any worker", tried)
 
     async def replicate(
         self,

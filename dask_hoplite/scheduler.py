@@ -217,7 +217,7 @@ class Hoplite(SchedulerPlugin):
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
         """Give up what a client was about to push."""
-        self.spawn(self.copies.client_left(client))
+        self.copies.client_left(client)
 
     def restart(self, scheduler: Scheduler) -> None:
         """Forget all objects."""
@@ -363,7 +363,7 @@ class Hoplite(SchedulerPlugin):
 
     async def abort(self, keys: list[Key], reason: str) -> None:
         """A client gives up objects that it was about to push."""
-        await self.copies.abort(keys, reason)
+        self.copies.abort(keys, reason)
 
     async def locate(self, keys: list[Key]) -> dict[Key, tuple[int, list[str]]]:
         """Sizes and holders of objects in memory."""

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import yaml
 from distributed import Client, LocalCluster, Variable, Worker, get_client
+from distributed.protocol import Serialize
 from distributed.security import Security
 from distributed.utils_test import gen_cluster, gen_test
 
@@ -19,6 +20,7 @@ import dask_hoplite
 import dask_hoplite as hoplite
 from dask_hoplite import Hoplite
 from dask_hoplite.config import DEFAULTS, Config
+from dask_hoplite.exceptions import TransferError
 from dask_hoplite.transfer import pull, shelf
 from tests.helpers import array, hoplite_cluster, hosted, plugin, until
 
@@ -185,6 +187,42 @@ async def test_a_client_that_leaves_in_the_middle(c, s, a, b):
         lambda: not any(e.expected or e.puller.incoming or e.shelf.entries for e in extensions)
     )
     assert not plugin(s).directory.trees and not s.tasks
+
+
+@hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 2)
+async def test_a_client_that_left_before_its_request(c, s, a, b):
+    await c.register_plugin(Hoplite())
+    request = {"client": "gone", "nbytes": {"x": 10_000}, "broadcast": True, "timeout": 1}
+    with pytest.raises(TransferError, match="'x': client gone left"):
+        await c.scheduler.hoplite_place(**request)
+    with pytest.raises(TransferError, match="client gone left"):
+        await c.scheduler.scatter(data={"x": Serialize(array())}, workers=None, client="gone")
+    assert not plugin(s).copies.puts and not plugin(s).directory.trees and not s.tasks
+    assert "gone" not in s.clients
+
+
+@hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 2)
+async def test_a_client_that_leaves_while_its_object_is_placed(c, s, a, b):
+    await c.register_plugin(Hoplite())
+    expecting, left = asyncio.Event(), asyncio.Event()
+
+    async def expect(**message):
+        expecting.set()
+        await left.wait()
+        return {"status": "OK"}
+
+    for worker in (a, b):
+        worker.handlers["hoplite_expect"] = expect
+    async with Client(s.address, asynchronous=True) as other:
+        placing = asyncio.create_task(
+            plugin(s).copies.place(other.id, {"x": 10_000}, broadcast=True, timeout=1)
+        )
+        await expecting.wait()
+    assert not plugin(s).copies.puts and not plugin(s).directory.trees
+    left.set()
+    with pytest.raises(TransferError, match="'x': was given up"):
+        await placing
+    assert not any(w.plugins["hoplite"].puller.incoming for w in (a, b))
 
 
 @hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 2)
