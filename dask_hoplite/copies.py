@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -63,7 +65,6 @@ class Copies:
         #: For each object that is being multiplied, how many copies are made
         self.planned: dict[Key, int] = {}
         self.plain_scatter = scheduler.scatter
-        self.plain_replicate = scheduler.replicate
         self.plain_gather_on_worker = scheduler.gather_on_worker
 
     # Objects from outside
@@ -328,81 +329,89 @@ class Copies:
     ) -> dict[str, Any] | None:
         """In place of :meth:`distributed.Scheduler.replicate`: all new copies are made at once.
 
-        The copies stay until the key is released, or replicated to fewer workers.
+        The copies of large objects stay until the key is released, or replicated to fewer workers.
+        A worker that leaves is passed over; Dask would try it for ever, and nobody else could
+        replicate anything meanwhile.
         """
         scheduler = self.scheduler
-        large = [key for key in keys if self.hoplite.is_large(key)]
-        small = [key for key in keys if key not in large]
-        workers = None if workers is None else list(workers)
-        outcome = None
-        if small or not large:
-            outcome = await self.plain_replicate(
-                keys=small,
-                n=n,
-                workers=workers,
-                branching_factor=branching_factor,
-                delete=delete,
-                stimulus_id=stimulus_id,
-            )
-        if not large:
-            return outcome
         targets = set(scheduler.running)
+        workers = None if workers is None else scheduler.workers_list(workers)
         if workers is not None:
-            targets &= {scheduler.workers[w] for w in scheduler.workers_list(workers)}
+            # If there is none of them, it is an error, and Dask's.
+            there = [w for w in workers if w in scheduler.workers] or workers
+            targets &= {scheduler.workers[w] for w in there}
         count = len(targets) if n is None else min(n, len(targets))
         if count == 0:
             raise ValueError("Can not use replicate to delete data")
-        if missing := [key for key in large if not scheduler.tasks[key].who_has]:
+        if missing := [key for key in keys if not scheduler.tasks[key].who_has]:
             return {"status": "partial-fail", "keys": missing}
         async with scheduler._replica_lock(("replicate", object())):
-            await asyncio.gather(*(self._multiply(key, count, targets) for key in large))
-        crowded = [key for key in large if len(targets & set(self.hoplite.holding(key))) > count]
-        if crowded and delete:
-            addresses = [ws.address for ws in targets]
-            await self.plain_replicate(keys=crowded, n=count, workers=addresses, delete=True)
-        for key in large:
-            if key in scheduler.tasks:
-                holders = self.hoplite.holders(key)
-                if n is None and workers is None:
-                    self.hoplite.wishes.add(key, holders)
-                else:
-                    self.hoplite.wishes.replace(key, holders)
+            await self._multiply(keys, count, targets)
+            if delete:
+                await self._thin_out(keys, count, targets)
+        for key in filter(self.hoplite.is_large, keys):
+            holders = self.hoplite.holders(key)
+            if n is None and workers is None:
+                self.hoplite.wishes.add(key, holders)
+            else:
+                self.hoplite.wishes.replace(key, holders)
         action = {"action": "replicate", "workers": [ws.address for ws in targets]}
-        scheduler.log_event("all", {**action, "key-count": len(large)})
-        return outcome
+        scheduler.log_event("all", {**action, "key-count": len(keys)})
+        return None
 
-    async def _multiply(self, key: Key, count: int, targets: set[WorkerState]) -> dict[str, str]:
-        """Bring a key to ``count`` of ``targets``. A worker that fails is passed over.
+    async def _multiply(
+        self, keys: Collection[Key], count: int, targets: set[WorkerState]
+    ) -> dict[Key, dict[str, str]]:
+        """Bring each key to ``count`` of ``targets``. A worker that fails is passed over.
 
         Returns
         -------
         dict
-            Workers that failed, and why.
+            For each key the workers that failed, and why.
         """
-        failed: dict[str, str] = {}
-        while (ts := self.scheduler.tasks.get(key)) is not None and ts.who_has:
-            candidates = [
-                ws
-                for ws in targets & self.scheduler.running - ts.who_has
-                if ws.address not in failed
-            ]
-            wanted = count - len(ts.who_has & targets)
-            if wanted <= 0 or not candidates:
-                break
-            candidates.sort(key=lambda ws: (ws.memory.process, ws.address))
-            chosen = [ws.address for ws in candidates[:wanted]]
-            who_has = [ws.address for ws in ts.who_has]
-            self.planned[key] = len(chosen)
+        scheduler = self.scheduler
+        failed: dict[Key, dict[str, str]] = {key: {} for key in keys}
+        while True:
+            wanted: defaultdict[str, dict[Key, list[str]]] = defaultdict(dict)
+            for key in keys:
+                who_has = set(self.hoplite.holding(key))
+                candidates = [
+                    ws
+                    for ws in targets & scheduler.running - who_has
+                    if who_has and ws.address not in failed[key]
+                ]
+                candidates.sort(key=lambda ws: (ws.memory.process, ws.address))
+                chosen = candidates[: max(count - len(who_has & targets), 0)]
+                for ws in chosen:
+                    wanted[ws.address][key] = [holder.address for holder in who_has]
+                    self.planned[key] = len(chosen)
+            if not wanted:
+                return failed
             try:
                 lost = await asyncio.gather(
-                    *(self.gather_on_worker(worker, {key: who_has}) for worker in chosen)
+                    *(self.gather_on_worker(worker, who_has) for worker, who_has in wanted.items())
                 )
             finally:
-                self.planned.pop(key, None)
-            for worker, keys in zip(chosen, lost, strict=True):
-                if key in keys:
-                    failed[worker] = "could not get it"
-        return failed
+                for key in keys:
+                    self.planned.pop(key, None)
+            for worker, lost_keys in zip(wanted, lost, strict=True):
+                for key in lost_keys:
+                    failed[key][worker] = "could not get it"
+
+    async def _thin_out(self, keys: Collection[Key], count: int, targets: set[WorkerState]) -> None:
+        """Leave each key on ``count`` of ``targets``."""
+        surplus: defaultdict[str, list[Key]] = defaultdict(list)
+        for key in keys:
+            holders = sorted(targets & set(self.hoplite.holding(key)), key=lambda ws: ws.address)
+            for ws in random.sample(holders, max(len(holders) - count, 0)):
+                surplus[ws.address].append(key)
+        stimulus_id = f"hoplite-replicate-{time.time()}"
+        await asyncio.gather(
+            *(
+                self.scheduler.delete_worker_data(worker, surplus_keys, stimulus_id)
+                for worker, surplus_keys in surplus.items()
+            )
+        )
 
     async def gather_on_worker(self, worker_address: str, who_has: dict[Key, list[str]]) -> set:
         """In place of :meth:`distributed.Scheduler.gather_on_worker`."""
@@ -477,19 +486,8 @@ class Copies:
         wish = None if workers is None else [ws.address for ws in targets]
         self.hoplite.wishes.add(key, wish)
         goal = set(targets) - unable
-        if self.hoplite.is_large(key):
-            failed = await self._multiply(key, len(goal), goal)
-            failed |= {ws.address: "its memory limit is too low" for ws in unable}
-        else:
-            failed = {}
-            addresses = [ws.address for ws in goal]
-            await self.plain_replicate(
-                keys=[key],
-                n=len(goal),
-                workers=addresses,
-                branching_factor=len(goal),
-                delete=False,
-            )
+        failed = (await self._multiply([key], len(goal), goal))[key]
+        failed |= {ws.address: "its memory limit is too low" for ws in unable}
         if self.scheduler.tasks.get(key) is not ts:
             raise TransferError(key, "was released while it was broadcast")
         self.hoplite.fulfil([key])

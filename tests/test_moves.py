@@ -385,6 +385,36 @@ async def test_replicate(c, s, *workers):
         await c.replicate(x, n=0)
 
 
+@pytest.mark.parametrize("size", [10, 100_000])
+@pytest.mark.parametrize("call", ["replicate", "broadcast"])
+@hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 3)
+async def test_copies_pass_over_a_worker_that_leaves(c, s, a, b, leaver, size, call):
+    await c.register_plugin(Hoplite())
+    x = hosted(c, size, worker=a.address)
+    await x
+
+    async def leave(comm, **message):
+        await s.remove_worker(leaver.address, stimulus_id="test")
+        comm.abort()
+        return Status.dont_reply
+
+    leaver.handlers["gather"] = leaver.handlers["hoplite_acquire"] = leave
+    copying = c.replicate(x) if call == "replicate" else hoplite.broadcast(x, client=c)
+    await asyncio.wait_for(copying, 10)
+    assert {ws.address for ws in s.tasks[x.key].who_has} == {a.address, b.address}
+
+
+@hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 3)
+async def test_replicate_to_fewer(c, s, *workers):
+    await c.register_plugin(Hoplite())
+    futures = [hosted(c, size) for size in (10, 100_000)]
+    await c.replicate(futures)
+    assert [len(s.tasks[x.key].who_has) for x in futures] == [3, 3]
+    await c.replicate(futures, n=2)
+    assert [len(s.tasks[x.key].who_has) for x in futures] == [2, 2]
+    await until(lambda: sum(x.key in w.data for w in workers for x in futures) == 4)
+
+
 @hoplite_cluster()
 async def test_rebalance(c, s, *workers):
     await c.register_plugin(Hoplite())
