@@ -17,7 +17,7 @@ from distributed.protocol.serialize import Serialize, Serialized
 from distributed.utils import TimeoutError as DaskTimeoutError
 
 from dask_hoplite.core.events import Key, Pushed, Released
-from dask_hoplite.core.instructions import Pull
+from dask_hoplite.core.instructions import Cancel, Pull
 from dask_hoplite.exceptions import ObjectTooLargeError, TransferError
 from dask_hoplite.transfer.buffer import Buffer
 from dask_hoplite.transfer.layout import dump, pack
@@ -244,9 +244,16 @@ class Copies:
             if put is None or put.task is not None:
                 continue
             logger.info("Hoplite: %r from %s is given up: %s", key, put.client, reason)
-            self.hoplite.perform(self.hoplite.handle(Released(key)))
-            for worker in (put.root, *put.held):
-                self._free(worker, key)
+            cancels = self.hoplite.handle(Released(key))
+            self.hoplite.perform(cancel for cancel in cancels if cancel.receiver != put.root)
+            self.hoplite.spawn(self._withdraw(put))
+            for worker in put.held:
+                self._announce(put, worker)
+
+    async def _withdraw(self, put: Put) -> None:
+        """Let the root drop what comes, and then what has come: nothing must slip through."""
+        await self.hoplite.cancel(Cancel(put.key, put.root, put.epoch, "it was given up"))
+        self._announce(put, put.root)
 
     def client_left(self, client: str) -> None:
         """Give up what a client was about to push."""

@@ -294,9 +294,10 @@ class Hoplite(SchedulerPlugin):
         """Carry out what the core decided for workers that did not ask."""
         for instruction in instructions:
             if isinstance(instruction, Cancel) and instruction.receiver in self.scheduler.workers:
-                self.spawn(self._cancel(instruction))
+                self.spawn(self.cancel(instruction))
 
-    async def _cancel(self, instruction: Cancel) -> None:
+    async def cancel(self, instruction: Cancel) -> None:
+        """Tell a worker to drop what it has of an object, and wait until it has."""
         try:
             await self.scheduler.rpc(instruction.receiver).hoplite_cancel(
                 key=instruction.key, epoch=instruction.epoch

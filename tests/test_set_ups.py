@@ -22,6 +22,9 @@ from dask_hoplite import Hoplite
 from dask_hoplite.config import DEFAULTS, Config
 from dask_hoplite.exceptions import TransferError
 from dask_hoplite.transfer import pull, shelf
+from dask_hoplite.transfer.buffer import Buffer
+from dask_hoplite.transfer.layout import dump
+from dask_hoplite.transfer.push import push
 from tests.helpers import array, hoplite_cluster, hosted, plugin, until
 
 PACKAGE = pathlib.Path(dask_hoplite.__file__).parent
@@ -199,6 +202,30 @@ async def test_a_client_that_left_before_its_request(c, s, a, b):
         await c.scheduler.scatter(data={"x": Serialize(array())}, workers=None, client="gone")
     assert not plugin(s).copies.puts and not plugin(s).directory.trees and not s.tasks
     assert "gone" not in s.clients
+
+
+@pytest.mark.parametrize("started", [False, True])
+@hoplite_cluster(nthreads=[("127.0.0.1", 1)])
+async def test_a_push_that_is_given_up_leaves_nothing(c, s, a, started):
+    await c.register_plugin(Hoplite())
+    copies, extension = plugin(s).copies, a.plugins["hoplite"]
+    layout, frames = dump(array())
+    buffer = Buffer(layout)  # of which nothing is there yet
+    placement = await copies.place(c.id, {"x": buffer.nbytes}, timeout=1)
+    pushing = asyncio.create_task(push(c.rpc, a.address, "x", buffer, placement["x"][1]))
+    entry = extension.expected["x"].entry
+    await until(lambda: entry.buffer.done())
+    if started:
+        buffer.piece(0, 1000)[:] = memoryview(frames[0])[:1000]
+        buffer.advance(1000)
+        await until(lambda: entry.buffer.result().received)
+    copies.abort(["x"], "test")
+    await until(lambda: not extension.expected)
+    buffer.advance(buffer.nbytes - buffer.received)
+    with pytest.raises((TransferError, OSError)):
+        await pushing
+    await until(lambda: not plugin(s).tasks)
+    assert not a.data and not extension.shelf.entries and not plugin(s).directory.trees
 
 
 @hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 2)
