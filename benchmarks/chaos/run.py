@@ -274,9 +274,10 @@ def problems(logs: Path) -> list[dict[str, str]]:
         for entry in re.split(r"(?m)^(?=\d{4}-\d\d-\d\d )", path.read_text(errors="replace")):
             if "Traceback" not in entry or "dask_hoplite" not in entry:
                 continue
-            outcome = re.findall(r"(?m)^([\w.]+(?:: .*)?)$", entry)[-1:] or [""]
-            if not HARMLESS.search(outcome[0]):
-                found.append({"log": path.name, "error": outcome[0], "text": entry[-6000:]})
+            outcomes = re.findall(r"Traceback \(most recent call last\):\n(?: .*\n)+(\S.*)", entry)
+            outcome = outcomes[-1] if outcomes else "an unfinished traceback"
+            if not HARMLESS.search(outcome):
+                found.append({"log": path.name, "error": outcome, "text": entry[-6000:]})
     return found
 
 
