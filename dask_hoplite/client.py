@@ -112,6 +112,7 @@ class ClientExtension:
         self.fetch = fetch
         self.installed = False
         self.slots = asyncio.Semaphore(SLOTS)
+        self.reached: set[str] = set()
         self.unreachable: set[str] = set()
         #: The key under which this client holds a content, by its token
         self.tokens: dict[str, Key] = {}
@@ -301,14 +302,19 @@ class ClientExtension:
         return dict(done["failed"])
 
     async def _connect(self, worker: str) -> None:
-        """Make sure that a worker can be reached, and remember if it can't."""
+        """Make sure that a worker can be reached, and remember if it never can be.
+
+        One that could be reached before is only frozen or gone.
+        """
         if worker in self.unreachable:
             raise ConnectionError(f"{worker} cannot be reached from this client")
         try:
             comm = await self.client.rpc.connect(worker, timeout=self.connect_timeout)
         except OSError:
-            self.unreachable.add(worker)
+            if worker not in self.reached:
+                self.unreachable.add(worker)
             raise
+        self.reached.add(worker)
         self.client.rpc.reuse(worker, comm)
 
     # Gather

@@ -175,6 +175,34 @@ async def test_a_client_that_cannot_reach_the_workers(c, s, a, b):
 
 
 @hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 2)
+async def test_a_client_that_cannot_reach_the_workers_for_a_while(c, s, a, b):
+    await c.register_plugin(Hoplite())
+    x = hosted(c)
+    assert np.array_equal(await c.gather(x), array())
+    connect = c.rpc.connect
+
+    async def freeze(address, timeout=None):
+        if address in s.workers:
+            raise OSError("timed out")
+        return await connect(address, timeout)
+
+    c.rpc.connect = freeze
+    assert np.array_equal(await c.gather(x), array())  # by way of the scheduler
+    c.rpc.connect = connect
+    [holder] = (w for w in (a, b) if x.key in w.data)
+    served = []
+    plain = holder.handlers["hoplite_pull"]
+
+    async def serve(comm, **message):
+        served.append(message["receiver"])
+        return await plain(comm, **message)
+
+    holder.handlers["hoplite_pull"] = serve
+    assert np.array_equal(await c.gather(x), array())
+    assert served == [c.id]
+
+
+@hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 2)
 async def test_a_client_that_leaves_in_the_middle(c, s, a, b):
     await c.register_plugin(Hoplite())
     async with Client(s.address, asynchronous=True) as other:
