@@ -118,6 +118,7 @@ class ClientExtension:
         self.tokens: dict[str, Key] = {}
         self.hashing: dict[Key, asyncio.Future[str]] = {}
         self.sizes: defaultdict[int, set[Key]] = defaultdict(set)
+        self.giving_up: set[asyncio.Future[None]] = set()
         self.connect_timeout = parse_timedelta(setting("connect-timeout"))
 
     @property
@@ -266,19 +267,17 @@ class ClientExtension:
         scheduler = client.scheduler
         if isinstance(workers, str | int):
             workers = [workers]
-        placement = await scheduler.hoplite_place(
-            client=client.id,
-            nbytes={key: buffer.nbytes for key, buffer in puts.items()},
-            workers=workers,
-            broadcast=broadcast,
-            timeout=client._timeout if timeout is no_default else timeout,
+        placing = asyncio.ensure_future(
+            scheduler.hoplite_place(
+                client=client.id,
+                nbytes={key: buffer.nbytes for key, buffer in puts.items()},
+                workers=workers,
+                broadcast=broadcast,
+                timeout=client._timeout if timeout is no_default else timeout,
+            )
         )
-        if placement is None:  # it was uninstalled
-            self.uninstall()
-            raise UnreachableError("the scheduler has no Hoplite any more")
 
-        async def send(key: Key) -> None:
-            worker, epoch = placement[key]
+        async def send(key: Key, worker: str, epoch: int) -> None:
             try:
                 async with self.slots:
                     await self._connect(worker)
@@ -286,20 +285,45 @@ class ClientExtension:
             except OSError as error:
                 raise UnreachableError(f"{worker}: {error}") from error
 
-        sending = [asyncio.create_task(send(key)) for key in puts]
+        sending: list[asyncio.Task[None]] = []
+        committing = False
         try:
-            await asyncio.gather(*sending)
-            done = await scheduler.hoplite_commit(client=client.id, keys=list(puts))
+            placement = await asyncio.shield(placing)
+            if placement is not None:
+                sending += [asyncio.create_task(send(k, *where)) for k, where in placement.items()]
+                await asyncio.gather(*sending)
+                committing = True
+                done = await scheduler.hoplite_commit(client=client.id, keys=list(puts))
+                return dict(done["failed"])
         except BaseException as error:
             for task in sending:
                 task.cancel()
             reason = f"{type(error).__name__}: {error}"
-            await asyncio.shield(scheduler.hoplite_abort(keys=list(puts), reason=reason))
-            # Some may be ours already, if it was the answer to that which has not come.
-            release = {"op": "client-releases-keys", "keys": list(puts), "client": client.id}
-            client._send_to_scheduler(release)
+            giving_up = asyncio.ensure_future(
+                self._give_up(list(puts), reason, placing, committing)
+            )
+            self.giving_up.add(giving_up)
+            giving_up.add_done_callback(self.giving_up.discard)
+            if placing.done():
+                await asyncio.shield(giving_up)
             raise
-        return dict(done["failed"])
+        self.uninstall()
+        raise UnreachableError("the scheduler has no Hoplite any more")
+
+    async def _give_up(
+        self, keys: list[Key], reason: str, placing: asyncio.Future[Any], committing: bool
+    ) -> None:
+        """Leave nothing behind of objects that were to be sent."""
+        await asyncio.wait({placing})  # before, there may be nothing yet that could be given up
+        client = self._client()
+        if client is None or client.scheduler is None:
+            return  # it was closed; the scheduler gives up what it was about to send
+        if placing.cancelled() or placing.exception() is not None:
+            return
+        await client.scheduler.hoplite_abort(keys=keys, reason=reason)
+        if committing:  # they may be ours already, and only the answer has not come
+            release = {"op": "client-releases-keys", "keys": keys, "client": client.id}
+            client._send_to_scheduler(release)
 
     async def _connect(self, worker: str) -> None:
         """Make sure that a worker can be reached, and remember if it never can be.

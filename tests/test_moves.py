@@ -215,6 +215,53 @@ async def test_scatter_that_is_cancelled_leaves_nothing(c, s, a, b):
 
 
 @hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 2)
+async def test_scatter_that_is_cancelled_while_it_is_placed_leaves_nothing(c, s, a, b):
+    await c.register_plugin(Hoplite())
+    asked, go_on = asyncio.Event(), asyncio.Event()
+    plain_place = s.handlers["hoplite_place"]
+
+    async def place(**message):
+        asked.set()
+        await go_on.wait()
+        return await plain_place(**message)
+
+    s.handlers["hoplite_place"] = place
+    scattering = asyncio.create_task(c.scatter(array(), broadcast=True))
+    await asked.wait()
+    scattering.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await scattering
+    extension = await extension_of(c)
+    assert extension.giving_up
+    go_on.set()
+    await until(lambda: not extension.giving_up)
+    assert not plugin(s).copies.puts and not s.tasks
+    await until(lambda: not any(w.plugins["hoplite"].expected for w in (a, b)))
+    await until(lambda: not plugin(s).directory.trees and not a.data and not b.data)
+
+
+@hoplite_cluster(nthreads=[("127.0.0.1", 1)])
+async def test_scatter_after_its_client_was_closed(c, s, a):
+    await c.register_plugin(Hoplite())
+    asked, never = asyncio.Event(), asyncio.Event()
+
+    async def accept(comm, **message):
+        asked.set()
+        await never.wait()
+
+    a.handlers["hoplite_push"] = accept
+    async with Client(s.address, asynchronous=True) as other:
+        await other.register_plugin(Hoplite())
+        scattering = asyncio.create_task(other.scatter(array()))
+        await asked.wait()
+    scattering.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await scattering
+    await until(lambda: not plugin(s).copies.puts)
+    never.set()
+
+
+@hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 2)
 async def test_scatter_that_is_given_up_leaves_no_copies(c, s, a, b):
     """A copy is complete when its object is given up, but its worker has not said so yet."""
     await c.register_plugin(Hoplite())
