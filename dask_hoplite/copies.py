@@ -427,6 +427,9 @@ class Copies:
         failed: set[Key] = set()
         if small := {key: where for key, where in who_has.items() if key not in tasks}:
             failed |= await self.plain_gather_on_worker(worker_address, small)
+            # What was released meanwhile, Dask would leave there.
+            unknown = [key for key in small.keys() - failed if not self.hoplite.holding(key)]
+            scheduler.add_keys(worker_address, unknown)
         if not tasks:
             return failed
         nbytes = {key: ts.nbytes for key, ts in tasks.items() if ts is not None}
