@@ -5,6 +5,7 @@ python -m benchmarks loopback    on this machine as it is
 python -m benchmarks faults      what becomes of a broadcast when a host fails (needs root)
 python -m benchmarks tls         an object of more than 2 GiB on a TLS cluster
 python -m benchmarks side        what Hoplite does to everything else
+python -m benchmarks chaos       whether faults by chance do any harm
 python -m benchmarks plot FILE   draw the records of an earlier run again
 """
 
@@ -23,6 +24,7 @@ from dask.utils import format_bytes, parse_bytes
 from rich.console import Console
 
 from benchmarks import faults, report, tls
+from benchmarks.chaos.run import add_command as add_chaos
 from benchmarks.cluster import SYSTEMS, Cluster, Loopback, Place
 from benchmarks.laboratory import Laboratory, LaboratoryError, why_not
 from benchmarks.measure import Comparison, Record
@@ -78,6 +80,8 @@ def main() -> None:
     side.add_argument("--reps", type=int, default=7)
     side.add_argument("--shrink", type=int, default=1, help="divide all sizes, to try it out")
     side.set_defaults(run=run_side)
+
+    add_chaos(commands)
 
     plot = commands.add_parser("plot", help="draw the records of an earlier run again")
     plot.add_argument("file", type=Path)

@@ -112,11 +112,13 @@ class ClientExtension:
         self.fetch = fetch
         self.installed = False
         self.slots = asyncio.Semaphore(SLOTS)
+        self.reached: set[str] = set()
         self.unreachable: set[str] = set()
         #: The key under which this client holds a content, by its token
         self.tokens: dict[str, Key] = {}
         self.hashing: dict[Key, asyncio.Future[str]] = {}
         self.sizes: defaultdict[int, set[Key]] = defaultdict(set)
+        self.giving_up: set[asyncio.Future[None]] = set()
         self.connect_timeout = parse_timedelta(setting("connect-timeout"))
 
     @property
@@ -265,19 +267,17 @@ class ClientExtension:
         scheduler = client.scheduler
         if isinstance(workers, str | int):
             workers = [workers]
-        placement = await scheduler.hoplite_place(
-            client=client.id,
-            nbytes={key: buffer.nbytes for key, buffer in puts.items()},
-            workers=workers,
-            broadcast=broadcast,
-            timeout=client._timeout if timeout is no_default else timeout,
+        placing = asyncio.ensure_future(
+            scheduler.hoplite_place(
+                client=client.id,
+                nbytes={key: buffer.nbytes for key, buffer in puts.items()},
+                workers=workers,
+                broadcast=broadcast,
+                timeout=client._timeout if timeout is no_default else timeout,
+            )
         )
-        if placement is None:  # it was uninstalled
-            self.uninstall()
-            raise UnreachableError("the scheduler has no Hoplite any more")
 
-        async def send(key: Key) -> None:
-            worker, epoch = placement[key]
+        async def send(key: Key, worker: str, epoch: int) -> None:
             try:
                 async with self.slots:
                     await self._connect(worker)
@@ -285,27 +285,60 @@ class ClientExtension:
             except OSError as error:
                 raise UnreachableError(f"{worker}: {error}") from error
 
-        sending = [asyncio.create_task(send(key)) for key in puts]
+        sending: list[asyncio.Task[None]] = []
+        committing = False
         try:
-            await asyncio.gather(*sending)
-            done = await scheduler.hoplite_commit(client=client.id, keys=list(puts))
+            placement = await asyncio.shield(placing)
+            if placement is not None:
+                sending += [asyncio.create_task(send(k, *where)) for k, where in placement.items()]
+                await asyncio.gather(*sending)
+                committing = True
+                done = await scheduler.hoplite_commit(client=client.id, keys=list(puts))
+                return dict(done["failed"])
         except BaseException as error:
             for task in sending:
                 task.cancel()
             reason = f"{type(error).__name__}: {error}"
-            await asyncio.shield(scheduler.hoplite_abort(keys=list(puts), reason=reason))
+            giving_up = asyncio.ensure_future(
+                self._give_up(list(puts), reason, placing, committing)
+            )
+            self.giving_up.add(giving_up)
+            giving_up.add_done_callback(self.giving_up.discard)
+            if placing.done():
+                await asyncio.shield(giving_up)
             raise
-        return dict(done["failed"])
+        self.uninstall()
+        raise UnreachableError("the scheduler has no Hoplite any more")
+
+    async def _give_up(
+        self, keys: list[Key], reason: str, placing: asyncio.Future[Any], committing: bool
+    ) -> None:
+        """Leave nothing behind of objects that were to be sent."""
+        await asyncio.wait({placing})  # before, there may be nothing yet that could be given up
+        client = self._client()
+        if client is None or client.scheduler is None:
+            return  # it was closed; the scheduler gives up what it was about to send
+        if placing.cancelled() or placing.exception() is not None:
+            return
+        await client.scheduler.hoplite_abort(keys=keys, reason=reason)
+        if committing:  # they may be ours already, and only the answer has not come
+            release = {"op": "client-releases-keys", "keys": keys, "client": client.id}
+            client._send_to_scheduler(release)
 
     async def _connect(self, worker: str) -> None:
-        """Make sure that a worker can be reached, and remember if it can't."""
+        """Make sure that a worker can be reached, and remember if it never can be.
+
+        One that could be reached before is only frozen or gone.
+        """
         if worker in self.unreachable:
             raise ConnectionError(f"{worker} cannot be reached from this client")
         try:
             comm = await self.client.rpc.connect(worker, timeout=self.connect_timeout)
         except OSError:
-            self.unreachable.add(worker)
+            if worker not in self.reached:
+                self.unreachable.add(worker)
             raise
+        self.reached.add(worker)
         self.client.rpc.reuse(worker, comm)
 
     # Gather
@@ -333,8 +366,8 @@ class ClientExtension:
         rest = [key for key in keys if key not in data]
         if not rest:
             return {"status": "OK", "data": data}
-        client._gather_keys = set(rest) | (client._gather_keys or set())
-        response: dict[str, Any] = await self.plain_gather_remote(client, direct, local_worker)
+        asking: Any = _Asking(client, rest)
+        response: dict[str, Any] = await self.plain_gather_remote(asking, direct, local_worker)
         if response["status"] == "OK":
             response["data"].update(data)
         return response
@@ -369,6 +402,21 @@ class ClientExtension:
             assert buffer is not None
             return await unpack(buffer)
         raise error
+
+
+class _Asking:
+    """A client as Dask's gather sees it, with keys of its own to ask for.
+
+    Those that wait in the client itself are another call's, which will come for them.
+    """
+
+    def __init__(self, client: Client, keys: Collection[Key]):
+        self._client = client
+        self._gather_keys: set[Key] | None = set(keys)
+        self._gather_future = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
 
 
 def _is_collection(data: Any) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,7 +17,7 @@ from distributed.protocol.serialize import Serialize, Serialized
 from distributed.utils import TimeoutError as DaskTimeoutError
 
 from dask_hoplite.core.events import Key, Pushed, Released
-from dask_hoplite.core.instructions import Pull
+from dask_hoplite.core.instructions import Cancel, Pull
 from dask_hoplite.exceptions import ObjectTooLargeError, TransferError
 from dask_hoplite.transfer.buffer import Buffer
 from dask_hoplite.transfer.layout import dump, pack
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
     from dask_hoplite.scheduler import Hoplite
 
 logger = logging.getLogger(__name__)
+
+#: So many workers may fail to take what the scheduler sends, before the sender is told.
+ATTEMPTS = 3
 
 
 @dataclass
@@ -42,8 +47,8 @@ class Put:
     client: str
     root: str
     epoch: int
-    wish: Collection[str] | None  #: workers that are to keep a copy; None: all
-    broadcast: bool
+    broadcast: bool = False
+    wish: Collection[str] | None = None  #: workers that are to keep a copy; None: all
     task: TaskState | None = None  #: Dask's, once there is one
     held: set[str] = field(default_factory=set)
     failed: dict[str, str] = field(default_factory=dict)
@@ -60,7 +65,6 @@ class Copies:
         #: For each object that is being multiplied, how many copies are made
         self.planned: dict[Key, int] = {}
         self.plain_scatter = scheduler.scatter
-        self.plain_replicate = scheduler.replicate
         self.plain_gather_on_worker = scheduler.gather_on_worker
 
     # Objects from outside
@@ -104,41 +108,54 @@ class Copies:
         """
         targets = await self._running(workers, timeout)
         load = {ws: ws.memory.process for ws in targets}
-        chosen: list[tuple[Key, int, WorkerState, list[WorkerState]]] = []
+        chosen: list[tuple[Key, int, list[str]]] = []
         for key, size in nbytes.items():
-            able = _able(key, size, targets)
-            root = min(able, key=lambda ws: (load[ws], ws.address))
-            load[root] += size
-            n = len(able) if broadcast is True else max(int(broadcast), 1)
-            others = sorted((ws for ws in able if ws is not root), key=lambda ws: load[ws])
-            chosen.append((key, size, root, others[: n - 1]))
+            ranked = sorted(_able(key, size, targets), key=lambda ws: (load[ws], ws.address))
+            load[ranked[0]] += size
+            chosen.append((key, size, [ws.address for ws in ranked]))
+        everywhere = workers is None and broadcast is True
         placement: dict[Key, tuple[str, int]] = {}
         try:
-            for key, size, root, others in chosen:
-                wish = None
-                if workers is not None or broadcast is not True:
-                    wish = [ws.address for ws in (root, *others)]
-                put = Put(key, size, client, root.address, 0, wish, bool(broadcast))
-                placement[key] = await self._begin(put, [ws.address for ws in others])
+            for key, size, able in chosen:
+                put = await self._begin(key, size, client, able)
+                placement[key] = put.root, put.epoch
+                put.broadcast = bool(broadcast)
+                n = len(able) if broadcast is True else max(int(broadcast), 1)
+                others = [worker for worker in able if worker != put.root][: n - 1]
+                put.wish = None if everywhere else [put.root, *others]
+                put.copying = [asyncio.create_task(self._copy(put, worker)) for worker in others]
         except BaseException as error:
-            await self.abort(placement, f"another object of the same call: {error}")
+            self.abort(placement, f"another object of the same call: {error}")
             raise
         return placement
 
-    async def _begin(self, put: Put, others: list[str]) -> tuple[str, int]:
-        [pull] = self.hoplite.handle(Pushed(put.key, put.root, put.nbytes, put.client))
-        assert isinstance(pull, Pull)
-        put.epoch = pull.epoch
-        self.puts[put.key] = put
-        answer = await self.scheduler.rpc(put.root).hoplite_expect(
-            key=put.key, epoch=put.epoch, shares_host=pull.shares_host
-        )
-        if answer is None or answer["status"] != "OK":
-            reason = "has no Hoplite" if answer is None else answer["reason"]
-            await self.abort([put.key], reason)
-            raise TransferError(put.key, f"{put.root}: {reason}")
-        put.copying = [asyncio.create_task(self._copy(put, worker)) for worker in others]
-        return put.root, put.epoch
+    async def _begin(self, key: Key, nbytes: int, client: str, workers: list[str]) -> Put:
+        """Let a worker expect an object: the first that answers."""
+        tried: dict[str, str] = {}
+        patience: float | None = 2 * self.hoplite.config.stall_timeout
+        for worker in workers:
+            if client not in self.scheduler.clients:  # nobody would ever give it up
+                raise TransferError(key, f"client {client} left")
+            [pull] = self.hoplite.handle(Pushed(key, worker, nbytes, client))
+            assert isinstance(pull, Pull)
+            self.puts[key] = put = Put(key, nbytes, client, worker, pull.epoch)
+            if worker == workers[-1]:
+                patience = None  # it may be slow, and there is no other
+            try:
+                async with asyncio.timeout(patience):
+                    answer = await self.scheduler.rpc(worker).hoplite_expect(
+                        key=key, epoch=put.epoch, shares_host=pull.shares_host
+                    )
+            except OSError as error:
+                tried[worker] = f"{type(error).__name__}: {error}"
+                self.abort([key], f"{worker} does not answer")
+                continue
+            if answer is None or answer["status"] != "OK":
+                reason = "has no Hoplite" if answer is None else answer["reason"]
+                self.abort([key], reason)
+                raise TransferError(key, f"{worker}: {reason}")
+            return self._put(key)  # unless it was given up meanwhile
+        raise TransferError(key, "no worker answers", tried)
 
     async def _copy(self, put: Put, worker: str) -> None:
         reason = await self.acquire(worker, {put.key: put.nbytes})
@@ -146,7 +163,7 @@ class Copies:
             put.failed[worker] = reason[put.key]
             return
         put.held.add(worker)
-        if put.task is not None:
+        if put.task is not None or self.puts.get(put.key) is not put:
             self._announce(put, worker)
 
     def _announce(self, put: Put, worker: str) -> None:
@@ -154,9 +171,10 @@ class Copies:
         ws = self.scheduler.workers.get(worker)
         if ws is None:
             return
-        if put.task is not None and self.scheduler.tasks.get(put.key) is put.task:
-            self.scheduler.add_replica(put.task, ws)
-        else:
+        ts = self.scheduler.tasks.get(put.key)
+        if ts is not None and ts is put.task:
+            self.scheduler.add_replica(ts, ws)
+        elif put.key not in self.puts and (ts is None or ws not in (ts.who_has or ())):
             self._free(worker, put.key)
 
     def _free(self, worker: str, key: Key) -> None:
@@ -187,16 +205,19 @@ class Copies:
             If an object was lost again before this call.
         """
         puts = [self._put(key) for key in keys]
+        alive = {}
         for put in puts:
             put.held.add(put.root)
-            alive = [worker for worker in put.held if worker in self.scheduler.workers]
-            if not alive:
-                await self.abort([put.key], "its worker left")
+            alive[put.key] = [worker for worker in put.held if worker in self.scheduler.workers]
+            if not alive[put.key]:
+                self.abort(keys, f"{put.root} left")
                 raise TransferError(put.key, f"{put.root} left before anybody else had it")
+        # All or none: who gets an error has no future by which to release the others.
+        for put in puts:
             if put.broadcast:
                 self.hoplite.wishes.add(put.key, put.wish)
             self.scheduler.update_data(
-                who_has={put.key: alive}, nbytes={put.key: put.nbytes}, client=client
+                who_has={put.key: alive[put.key]}, nbytes={put.key: put.nbytes}, client=client
             )
             put.task = self.scheduler.tasks[put.key]
         try:
@@ -216,23 +237,28 @@ class Copies:
             raise TransferError(key, "was given up before all of it had come")
         return self.puts[key]
 
-    async def abort(self, keys: Iterable[Key], reason: str) -> None:
+    def abort(self, keys: Iterable[Key], reason: str) -> None:
         """Give up objects on their way in, with all that there is of them."""
         for key in keys:
             put = self.puts.pop(key, None)
             if put is None or put.task is not None:
                 continue
             logger.info("Hoplite: %r from %s is given up: %s", key, put.client, reason)
-            for task in put.copying:
-                task.cancel()
-            self.hoplite.perform(self.hoplite.handle(Released(key)))
-            for worker in (put.root, *put.held):
-                self._free(worker, key)
+            cancels = self.hoplite.handle(Released(key))
+            self.hoplite.perform(cancel for cancel in cancels if cancel.receiver != put.root)
+            self.hoplite.spawn(self._withdraw(put))
+            for worker in put.held:
+                self._announce(put, worker)
 
-    async def client_left(self, client: str) -> None:
+    async def _withdraw(self, put: Put) -> None:
+        """Let the root drop what comes, and then what has come: nothing must slip through."""
+        await self.hoplite.cancel(Cancel(put.key, put.root, put.epoch, "it was given up"))
+        self._announce(put, put.root)
+
+    def client_left(self, client: str) -> None:
         """Give up what a client was about to push."""
         keys = [key for key, put in self.puts.items() if put.client == client]
-        await self.abort(keys, "the client left")
+        self.abort(keys, "the client left")
 
     # Dask's own operations
 
@@ -262,17 +288,42 @@ class Copies:
                 data=small, workers=workers, client=client, broadcast=broadcast, timeout=timeout
             )
         if large:
-            sizes = {key: buffer.nbytes for key, buffer in large.items()}
+            await self._enter(client, large, workers, broadcast, timeout)
+        return list(data)
+
+    async def _enter(
+        self,
+        client: str,
+        buffers: dict[Key, Buffer],
+        workers: Collection[str] | None,
+        broadcast: bool | int,
+        timeout: float | str | None,
+    ) -> None:
+        """Send objects that are here to workers; if one of these leaves meanwhile, to others."""
+        sizes = {key: buffer.nbytes for key, buffer in buffers.items()}
+        tried: dict[str, str] = {}
+        while len(tried) < ATTEMPTS:
             placement = await self.place(client, sizes, workers, broadcast, timeout)
+
+            async def send(key: Key, worker: str, epoch: int) -> None:
+                try:
+                    await push(self.scheduler.rpc, worker, key, buffers[key], epoch)
+                except OSError as error:
+                    tried[worker] = f"{type(error).__name__}: {error}"
+                    raise
+
             try:
                 async with asyncio.TaskGroup() as group:
                     for key, (worker, epoch) in placement.items():
-                        group.create_task(push(self.scheduler.rpc, worker, key, large[key], epoch))
+                        group.create_task(send(key, worker, epoch))
+                await self.commit(client, list(buffers))
+                return
+            except* OSError as errors:
+                self.abort(buffers, f"push failed: {errors.exceptions[0]}")
             except* Exception as errors:
-                await self.abort(large, f"push failed: {errors.exceptions[0]}")
+                self.abort(buffers, f"push failed: {errors.exceptions[0]}")
                 raise errors.exceptions[0] from None
-            await self.commit(client, list(large))
-        return list(data)
+        raise TransferError(next(iter(buffers)), "could not be sent to any worker", tried)
 
     async def replicate(
         self,
@@ -285,81 +336,89 @@ class Copies:
     ) -> dict[str, Any] | None:
         """In place of :meth:`distributed.Scheduler.replicate`: all new copies are made at once.
 
-        The copies stay until the key is released, or replicated to fewer workers.
+        The copies of large objects stay until the key is released, or replicated to fewer workers.
+        A worker that leaves is passed over; Dask would try it for ever, and nobody else could
+        replicate anything meanwhile.
         """
         scheduler = self.scheduler
-        large = [key for key in keys if self.hoplite.is_large(key)]
-        small = [key for key in keys if key not in large]
-        workers = None if workers is None else list(workers)
-        outcome = None
-        if small or not large:
-            outcome = await self.plain_replicate(
-                keys=small,
-                n=n,
-                workers=workers,
-                branching_factor=branching_factor,
-                delete=delete,
-                stimulus_id=stimulus_id,
-            )
-        if not large:
-            return outcome
         targets = set(scheduler.running)
+        workers = None if workers is None else scheduler.workers_list(workers)
         if workers is not None:
-            targets &= {scheduler.workers[w] for w in scheduler.workers_list(workers)}
+            # If there is none of them, it is an error, and Dask's.
+            there = [w for w in workers if w in scheduler.workers] or workers
+            targets &= {scheduler.workers[w] for w in there}
         count = len(targets) if n is None else min(n, len(targets))
         if count == 0:
             raise ValueError("Can not use replicate to delete data")
-        if missing := [key for key in large if not scheduler.tasks[key].who_has]:
+        if missing := [key for key in keys if not scheduler.tasks[key].who_has]:
             return {"status": "partial-fail", "keys": missing}
         async with scheduler._replica_lock(("replicate", object())):
-            await asyncio.gather(*(self._multiply(key, count, targets) for key in large))
-        crowded = [key for key in large if len(targets & set(self.hoplite.holding(key))) > count]
-        if crowded and delete:
-            addresses = [ws.address for ws in targets]
-            await self.plain_replicate(keys=crowded, n=count, workers=addresses, delete=True)
-        for key in large:
-            if key in scheduler.tasks:
-                holders = self.hoplite.holders(key)
-                if n is None and workers is None:
-                    self.hoplite.wishes.add(key, holders)
-                else:
-                    self.hoplite.wishes.replace(key, holders)
+            await self._multiply(keys, count, targets)
+            if delete:
+                await self._thin_out(keys, count, targets)
+        for key in filter(self.hoplite.is_large, keys):
+            holders = self.hoplite.holders(key)
+            if n is None and workers is None:
+                self.hoplite.wishes.add(key, holders)
+            else:
+                self.hoplite.wishes.replace(key, holders)
         action = {"action": "replicate", "workers": [ws.address for ws in targets]}
-        scheduler.log_event("all", {**action, "key-count": len(large)})
-        return outcome
+        scheduler.log_event("all", {**action, "key-count": len(keys)})
+        return None
 
-    async def _multiply(self, key: Key, count: int, targets: set[WorkerState]) -> dict[str, str]:
-        """Bring a key to ``count`` of ``targets``. A worker that fails is passed over.
+    async def _multiply(
+        self, keys: Collection[Key], count: int, targets: set[WorkerState]
+    ) -> dict[Key, dict[str, str]]:
+        """Bring each key to ``count`` of ``targets``. A worker that fails is passed over.
 
         Returns
         -------
         dict
-            Workers that failed, and why.
+            For each key the workers that failed, and why.
         """
-        failed: dict[str, str] = {}
-        while (ts := self.scheduler.tasks.get(key)) is not None and ts.who_has:
-            candidates = [
-                ws
-                for ws in targets & self.scheduler.running - ts.who_has
-                if ws.address not in failed
-            ]
-            wanted = count - len(ts.who_has & targets)
-            if wanted <= 0 or not candidates:
-                break
-            candidates.sort(key=lambda ws: (ws.memory.process, ws.address))
-            chosen = [ws.address for ws in candidates[:wanted]]
-            who_has = [ws.address for ws in ts.who_has]
-            self.planned[key] = len(chosen)
+        scheduler = self.scheduler
+        failed: dict[Key, dict[str, str]] = {key: {} for key in keys}
+        while True:
+            wanted: defaultdict[str, dict[Key, list[str]]] = defaultdict(dict)
+            for key in keys:
+                who_has = set(self.hoplite.holding(key))
+                candidates = [
+                    ws
+                    for ws in targets & scheduler.running - who_has
+                    if who_has and ws.address not in failed[key]
+                ]
+                candidates.sort(key=lambda ws: (ws.memory.process, ws.address))
+                chosen = candidates[: max(count - len(who_has & targets), 0)]
+                for ws in chosen:
+                    wanted[ws.address][key] = [holder.address for holder in who_has]
+                    self.planned[key] = len(chosen)
+            if not wanted:
+                return failed
             try:
                 lost = await asyncio.gather(
-                    *(self.gather_on_worker(worker, {key: who_has}) for worker in chosen)
+                    *(self.gather_on_worker(worker, who_has) for worker, who_has in wanted.items())
                 )
             finally:
-                self.planned.pop(key, None)
-            for worker, keys in zip(chosen, lost, strict=True):
-                if key in keys:
-                    failed[worker] = "could not get it"
-        return failed
+                for key in keys:
+                    self.planned.pop(key, None)
+            for worker, lost_keys in zip(wanted, lost, strict=True):
+                for key in lost_keys:
+                    failed[key][worker] = "could not get it"
+
+    async def _thin_out(self, keys: Collection[Key], count: int, targets: set[WorkerState]) -> None:
+        """Leave each key on ``count`` of ``targets``."""
+        surplus: defaultdict[str, list[Key]] = defaultdict(list)
+        for key in keys:
+            holders = sorted(targets & set(self.hoplite.holding(key)), key=lambda ws: ws.address)
+            for ws in random.sample(holders, max(len(holders) - count, 0)):
+                surplus[ws.address].append(key)
+        stimulus_id = f"hoplite-replicate-{time.time()}"
+        await asyncio.gather(
+            *(
+                self.scheduler.delete_worker_data(worker, surplus_keys, stimulus_id)
+                for worker, surplus_keys in surplus.items()
+            )
+        )
 
     async def gather_on_worker(self, worker_address: str, who_has: dict[Key, list[str]]) -> set:
         """In place of :meth:`distributed.Scheduler.gather_on_worker`."""
@@ -368,6 +427,9 @@ class Copies:
         failed: set[Key] = set()
         if small := {key: where for key, where in who_has.items() if key not in tasks}:
             failed |= await self.plain_gather_on_worker(worker_address, small)
+            # What was released meanwhile, Dask would leave there.
+            unknown = [key for key in small.keys() - failed if not self.hoplite.holding(key)]
+            scheduler.add_keys(worker_address, unknown)
         if not tasks:
             return failed
         nbytes = {key: ts.nbytes for key, ts in tasks.items() if ts is not None}
@@ -434,19 +496,8 @@ class Copies:
         wish = None if workers is None else [ws.address for ws in targets]
         self.hoplite.wishes.add(key, wish)
         goal = set(targets) - unable
-        if self.hoplite.is_large(key):
-            failed = await self._multiply(key, len(goal), goal)
-            failed |= {ws.address: "its memory limit is too low" for ws in unable}
-        else:
-            failed = {}
-            addresses = [ws.address for ws in goal]
-            await self.plain_replicate(
-                keys=[key],
-                n=len(goal),
-                workers=addresses,
-                branching_factor=len(goal),
-                delete=False,
-            )
+        failed = (await self._multiply([key], len(goal), goal))[key]
+        failed |= {ws.address: "its memory limit is too low" for ws in unable}
         if self.scheduler.tasks.get(key) is not ts:
             raise TransferError(key, "was released while it was broadcast")
         self.hoplite.fulfil([key])

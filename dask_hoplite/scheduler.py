@@ -223,7 +223,7 @@ class Hoplite(SchedulerPlugin):
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
         """Give up what a client was about to push."""
-        self.spawn(self.copies.client_left(client))
+        self.copies.client_left(client)
 
     def restart(self, scheduler: Scheduler) -> None:
         """Forget all objects."""
@@ -312,9 +312,10 @@ class Hoplite(SchedulerPlugin):
         """Carry out what the core decided for workers that did not ask."""
         for instruction in instructions:
             if isinstance(instruction, Cancel) and instruction.receiver in self.scheduler.workers:
-                self.spawn(self._cancel(instruction))
+                self.spawn(self.cancel(instruction))
 
-    async def _cancel(self, instruction: Cancel) -> None:
+    async def cancel(self, instruction: Cancel) -> None:
+        """Tell a worker to drop what it has of an object, and wait until it has."""
         try:
             await self.scheduler.rpc(instruction.receiver).hoplite_cancel(
                 key=instruction.key, epoch=instruction.epoch
@@ -381,7 +382,7 @@ class Hoplite(SchedulerPlugin):
 
     async def abort(self, keys: list[Key], reason: str) -> None:
         """A client gives up objects that it was about to push."""
-        await self.copies.abort(keys, reason)
+        self.copies.abort(keys, reason)
 
     async def locate(self, keys: list[Key]) -> dict[Key, tuple[int, list[str]]]:
         """Sizes and holders of objects in memory."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distributed import Client, Worker, WorkerPlugin
-from distributed.comm.core import Comm
+from distributed.comm.core import Comm, CommClosedError
 from distributed.core import Status, error_message
 from distributed.metrics import context_meter, time
 from distributed.worker import WORKER_ANY_RUNNING
@@ -48,12 +48,13 @@ BUSY_RETRIES, BUSY_DELAY = 40, 0.15
 
 @dataclass
 class Expected:
-    """A push that is about to come."""
+    """A push that is about to come, or coming."""
 
     epoch: int
     entry: Entry
     timer: asyncio.TimerHandle
     shares_host: bool
+    coming: bool = False
 
 
 class HopliteWorker(WorkerPlugin):
@@ -399,6 +400,8 @@ class HopliteWorker(WorkerPlugin):
 
     async def expect(self, key: Key, epoch: int, shares_host: bool) -> dict[str, str]:
         """Be ready for a push, and for readers of what it will bring."""
+        if key in self.expected and self.expected[key].epoch < epoch:
+            self._unexpect(key)  # it was given up
         if key in self.worker.data or key in self.puller.incoming or key in self.expected:
             return {"status": "held", "reason": f"{key!r} is here or on its way already"}
         entry = self.shelf.promise(key)
@@ -416,15 +419,17 @@ class HopliteWorker(WorkerPlugin):
     ) -> dict[str, Any]:
         """Take an object that a client or the scheduler pushes."""
         expected = self.expected.get(key)
-        if expected is None or expected.epoch != epoch:
+        if expected is None or expected.epoch != epoch or expected.coming:
             return {"status": "refused", "reason": "it was not expected, or no longer"}
-        del self.expected[key]
+        expected.coming = True
         expected.timer.cancel()
         asked = clock.monotonic()
         buffer: Buffer | None = None
 
         def begin(layout: Layout, handle: dict[str, Any] | None) -> Buffer:
             nonlocal buffer
+            if expected.entry.buffer.done():
+                raise CommClosedError(f"{key!r} was given up")
             buffer = (
                 AttachedBuffer(layout, handle)
                 if handle is not None
@@ -449,7 +454,8 @@ class HopliteWorker(WorkerPlugin):
                 raise HopliteError("it was released meanwhile")
             self.worker.update_data({key: value}, stimulus_id=f"hoplite-push-{clock.time()}")
         except BaseException as error:
-            self.shelf.discard(key, ConnectionError(f"the push failed: {error}"))
+            if self.shelf.entries.get(key) is expected.entry:
+                self.shelf.discard(key, ConnectionError(f"the push failed: {error}"))
             self.report(
                 Abandoned(
                     key, self.address, epoch, buffer.received if buffer else 0, f"push: {error}"
@@ -458,6 +464,9 @@ class HopliteWorker(WorkerPlugin):
             if isinstance(error, OSError) or not isinstance(error, Exception):
                 raise
             return {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
+        finally:
+            if self.expected.get(key) is expected:
+                del self.expected[key]
         self.shelf.settle(key)
         self.report(Finished(key, self.address, epoch, 0.0, stop - asked, how))
         return {"status": "OK"}

@@ -174,6 +174,36 @@ async def test_release_in_the_middle(c, s, *workers):
     assert key not in plugin(s).wishes
 
 
+@pytest.mark.parametrize("size", [10, 100_000])
+@hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 2)
+async def test_release_before_a_copy_is_known(c, s, a, b, size):
+    await c.register_plugin(Hoplite())
+    x = hosted(c, size, worker=a.address)
+    await x
+    copied, go_on = asyncio.Event(), asyncio.Event()
+
+    def pause(plain):
+        async def get_and_pause(**message):
+            answer = await plain(**message)
+            copied.set()
+            await go_on.wait()
+            return answer
+
+        return get_and_pause
+
+    for name in ("gather", "hoplite_acquire"):
+        b.handlers[name] = pause(b.handlers[name])
+    broadcasting = asyncio.create_task(hoplite.broadcast(x, client=c))
+    await copied.wait()
+    assert b.data
+    c._send_to_scheduler({"op": "client-releases-keys", "keys": [x.key], "client": c.id})
+    await until(lambda: not s.tasks)
+    go_on.set()
+    with pytest.raises(TransferError, match="released"):
+        await broadcasting
+    await until(lambda: not a.data and not b.data)
+
+
 @hoplite_cluster()
 async def test_two_clients(c, s, *workers):
     await c.register_plugin(Hoplite())

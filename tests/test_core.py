@@ -478,6 +478,21 @@ def test_a_source_that_gave_something_is_not_shunned():
     assert not story.directory.shunned
 
 
+def test_who_is_silent_is_no_load_to_the_source_that_it_gets_meanwhile():
+    story = Story("a1 a2 a3 b1", holders="b1")
+    assert story.want("a1", "a2", "a3") == ["b1", "a1", "a2"]
+    story.now = 2 * TIMEOUT + 0.1
+    story.progress("a1", 100)
+    assert story.stall("a3").source == "a1"  # a2 is silent
+    assert {told.source for told in story.leave("a1")} == {"b1"}
+    assert story.tree._load["b"] == 1
+    story.progress("a2", 100)
+    assert story.tree._load["b"] == 2
+    story.finish("a2")
+    story.finish("a3")
+    assert not +story.tree._load
+
+
 def test_stalled_on_a_push_waits_for_who_pushes():
     story = Story("a1 b1", holders="")
     story.ask(Pushed("x", "a1", NBYTES, "client"))

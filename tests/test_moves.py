@@ -14,6 +14,8 @@ from distributed.utils_test import gen_cluster, gen_test
 
 import dask_hoplite as hoplite
 from dask_hoplite import Hoplite
+from dask_hoplite.client import extension as extension_of
+from dask_hoplite.exceptions import TransferError
 from dask_hoplite.transfer import pull, push, shared
 from tests.helpers import array, hoplite_cluster, hosted, plugin, until
 
@@ -191,6 +193,181 @@ async def test_scatter_hash(c, s, *workers):
     assert np.array_equal(await x, array())
 
 
+@hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 2)
+async def test_scatter_that_is_cancelled_leaves_nothing(c, s, a, b):
+    await c.register_plugin(Hoplite())
+    go_on = asyncio.Event()
+
+    async def acquire(**message):
+        await go_on.wait()
+        return {"status": "OK"}
+
+    for worker in (a, b):
+        worker.handlers["hoplite_acquire"] = acquire
+    scattering = asyncio.create_task(c.scatter(array(), broadcast=True))
+    await until(lambda: s.tasks)  # Dask has it by now, and we have no future yet
+    scattering.cancel()
+    await asyncio.wait({scattering})
+    await until(lambda: not s.tasks)
+    go_on.set()
+    await until(lambda: not plugin(s).copies.puts and not plugin(s).wishes)
+    await until(lambda: not a.data and not b.data)
+
+
+@hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 2)
+async def test_scatter_that_is_cancelled_while_it_is_placed_leaves_nothing(c, s, a, b):
+    await c.register_plugin(Hoplite())
+    asked, go_on = asyncio.Event(), asyncio.Event()
+    plain_place = s.handlers["hoplite_place"]
+
+    async def place(**message):
+        asked.set()
+        await go_on.wait()
+        return await plain_place(**message)
+
+    s.handlers["hoplite_place"] = place
+    scattering = asyncio.create_task(c.scatter(array(), broadcast=True))
+    await asked.wait()
+    scattering.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await scattering
+    extension = await extension_of(c)
+    assert extension.giving_up
+    go_on.set()
+    await until(lambda: not extension.giving_up)
+    assert not plugin(s).copies.puts and not s.tasks
+    await until(lambda: not any(w.plugins["hoplite"].expected for w in (a, b)))
+    await until(lambda: not plugin(s).directory.trees and not a.data and not b.data)
+
+
+@hoplite_cluster(nthreads=[("127.0.0.1", 1)])
+async def test_scatter_after_its_client_was_closed(c, s, a):
+    await c.register_plugin(Hoplite())
+    asked, never = asyncio.Event(), asyncio.Event()
+
+    async def accept(comm, **message):
+        asked.set()
+        await never.wait()
+
+    a.handlers["hoplite_push"] = accept
+    async with Client(s.address, asynchronous=True) as other:
+        await other.register_plugin(Hoplite())
+        scattering = asyncio.create_task(other.scatter(array()))
+        await asked.wait()
+    scattering.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await scattering
+    await until(lambda: not plugin(s).copies.puts)
+    never.set()
+
+
+@hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 2)
+async def test_scatter_that_is_given_up_leaves_no_copies(c, s, a, b):
+    """A copy is complete when its object is given up, but its worker has not said so yet."""
+    await c.register_plugin(Hoplite())
+    copied, go_on = asyncio.Event(), asyncio.Event()
+
+    def pause(acquire):
+        async def acquire_and_pause(**message):
+            answer = await acquire(**message)
+            copied.set()
+            await go_on.wait()
+            return answer
+
+        return acquire_and_pause
+
+    for worker in (a, b):
+        worker.handlers["hoplite_acquire"] = pause(worker.handlers["hoplite_acquire"])
+    hold = asyncio.Event()
+    plain_commit = s.handlers["hoplite_commit"]
+
+    async def commit(**message):
+        await hold.wait()
+        return await plain_commit(**message)
+
+    s.handlers["hoplite_commit"] = commit
+    scattering = asyncio.create_task(c.scatter(array(), broadcast=True))
+    await copied.wait()
+    assert a.data and b.data
+    scattering.cancel()
+    await asyncio.wait({scattering})
+    go_on.set()
+    await until(lambda: not a.data and not b.data)
+    hold.set()
+    assert not plugin(s).copies.puts and not s.tasks
+
+
+@hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 2)
+async def test_scatter_of_several_is_all_or_nothing(c, s, a, b):
+    await c.register_plugin(Hoplite())
+    sent = asyncio.Event()
+    plain_commit = s.handlers["hoplite_commit"]
+
+    async def commit(keys, **message):
+        [lost] = [key for key in keys if plugin(s).copies.puts[key].root == b.address]
+        await s.remove_worker(b.address, stimulus_id="test")
+        sent.set()
+        return await plain_commit(keys=sorted(keys, key=lambda key: key == lost), **message)
+
+    s.handlers["hoplite_commit"] = commit
+    with pytest.raises(TransferError, match=b.address):
+        await c.scatter([array(), array(seed=1)])
+    assert sent.is_set() and not plugin(s).copies.puts and not s.tasks
+    await until(lambda: not a.data)
+
+
+@pytest.mark.parametrize("registered", [True, False])
+@pytest.mark.parametrize("how", ["frozen", "killed"])
+@hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 2)
+async def test_scatter_passes_over_a_worker_that_does_not_answer(c, s, *workers, registered, how):
+    await c.register_plugin(Hoplite())
+    asked, never = [], asyncio.Event()
+
+    def expect(worker, plain):
+        async def expect_or_not(comm, **message):
+            asked.append(worker)
+            if asked[0] is not worker:
+                return await plain(**message)
+            if how == "killed":
+                comm.abort()
+            return await never.wait()
+
+        return expect_or_not
+
+    for worker in workers:
+        worker.handlers["hoplite_expect"] = expect(worker, worker.handlers["hoplite_expect"])
+    async with Client(s.address, asynchronous=True) as other:
+        x = await (c if registered else other).scatter(array())
+        assert len(asked) == 2
+        assert s.tasks[x.key].who_has == {s.workers[asked[1].address]}
+        assert not asked[0].data and not plugin(s).copies.puts
+        never.set()
+
+
+@hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 2)
+async def test_scatter_by_the_scheduler_passes_over_a_worker_that_leaves(c, s, *workers):
+    await c.register_plugin(Hoplite())
+    pushed = []
+
+    def take(worker, plain):
+        async def take_or_leave(comm, **message):
+            pushed.append(worker)
+            if len(pushed) == 1:
+                await s.remove_worker(worker.address, stimulus_id="test")
+                comm.abort()
+                return Status.dont_reply
+            return await plain(comm, **message)
+
+        return take_or_leave
+
+    for worker in workers:
+        worker.handlers["hoplite_push"] = take(worker, worker.handlers["hoplite_push"])
+    async with Client(s.address, asynchronous=True) as other:
+        x = await other.scatter(array())
+        assert len(pushed) == 2
+        assert np.array_equal(await x, array())
+
+
 @hoplite_cluster()
 async def test_scatter_again_right_after_release(c, s, *workers):
     await c.register_plugin(Hoplite())
@@ -255,6 +432,36 @@ async def test_replicate(c, s, *workers):
         await c.replicate(x, n=0)
 
 
+@pytest.mark.parametrize("size", [10, 100_000])
+@pytest.mark.parametrize("call", ["replicate", "broadcast"])
+@hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 3)
+async def test_copies_pass_over_a_worker_that_leaves(c, s, a, b, leaver, size, call):
+    await c.register_plugin(Hoplite())
+    x = hosted(c, size, worker=a.address)
+    await x
+
+    async def leave(comm, **message):
+        await s.remove_worker(leaver.address, stimulus_id="test")
+        comm.abort()
+        return Status.dont_reply
+
+    leaver.handlers["gather"] = leaver.handlers["hoplite_acquire"] = leave
+    copying = c.replicate(x) if call == "replicate" else hoplite.broadcast(x, client=c)
+    await asyncio.wait_for(copying, 10)
+    assert {ws.address for ws in s.tasks[x.key].who_has} == {a.address, b.address}
+
+
+@hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 3)
+async def test_replicate_to_fewer(c, s, *workers):
+    await c.register_plugin(Hoplite())
+    futures = [hosted(c, size) for size in (10, 100_000)]
+    await c.replicate(futures)
+    assert [len(s.tasks[x.key].who_has) for x in futures] == [3, 3]
+    await c.replicate(futures, n=2)
+    assert [len(s.tasks[x.key].who_has) for x in futures] == [2, 2]
+    await until(lambda: sum(x.key in w.data for w in workers for x in futures) == 4)
+
+
 @hoplite_cluster()
 async def test_rebalance(c, s, *workers):
     await c.register_plugin(Hoplite())
@@ -288,6 +495,37 @@ async def test_gather(c, s, *workers):
         assert np.array_equal(value, array(seed=i))
     assert values["small"] == (3,)
     assert all(w.transfer_outgoing_count_total > n for w, n in zip(workers, served, strict=True))
+
+
+@hoplite_cluster()
+async def test_gather_that_is_left_to_dask_takes_no_keys_of_others(c, s, *workers):
+    await c.register_plugin(Hoplite())
+    extension = await extension_of(c)
+    x, y = hosted(c, seed=1), hosted(c, seed=2)
+    await wait([x, y])
+    slots = c._gather_semaphore
+    taken = 0
+    others = []
+
+    async def release():
+        await until(lambda: len(slots._waiters) == 2)
+        for _ in range(taken):
+            slots.release()
+
+    async def fail(*args):
+        nonlocal taken
+        while not slots.locked():
+            await slots.acquire()
+            taken += 1
+        extension._get = plain_get
+        others.append(asyncio.create_task(c.gather(y)))
+        await until(lambda: c._gather_keys == {y.key})  # it waits for its turn
+        others.append(asyncio.create_task(release()))
+        raise OSError("out of reach")
+
+    plain_get, extension._get = extension._get, fail
+    assert np.array_equal(await c.gather(x), array(seed=1))
+    assert np.array_equal(await others[0], array(seed=2))
 
 
 @hoplite_cluster()

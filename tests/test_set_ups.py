@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import yaml
 from distributed import Client, LocalCluster, Variable, Worker, get_client
+from distributed.protocol import Serialize
 from distributed.security import Security
 from distributed.utils_test import gen_cluster, gen_test
 
@@ -19,7 +20,11 @@ import dask_hoplite
 import dask_hoplite as hoplite
 from dask_hoplite import Hoplite
 from dask_hoplite.config import DEFAULTS, Config
+from dask_hoplite.exceptions import TransferError
 from dask_hoplite.transfer import pull, shelf
+from dask_hoplite.transfer.buffer import Buffer
+from dask_hoplite.transfer.layout import dump
+from dask_hoplite.transfer.push import push
 from tests.helpers import array, hoplite_cluster, hosted, plugin, until
 
 PACKAGE = pathlib.Path(dask_hoplite.__file__).parent
@@ -170,6 +175,34 @@ async def test_a_client_that_cannot_reach_the_workers(c, s, a, b):
 
 
 @hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 2)
+async def test_a_client_that_cannot_reach_the_workers_for_a_while(c, s, a, b):
+    await c.register_plugin(Hoplite())
+    x = hosted(c)
+    assert np.array_equal(await c.gather(x), array())
+    connect = c.rpc.connect
+
+    async def freeze(address, timeout=None):
+        if address in s.workers:
+            raise OSError("timed out")
+        return await connect(address, timeout)
+
+    c.rpc.connect = freeze
+    assert np.array_equal(await c.gather(x), array())  # by way of the scheduler
+    c.rpc.connect = connect
+    [holder] = (w for w in (a, b) if x.key in w.data)
+    served = []
+    plain = holder.handlers["hoplite_pull"]
+
+    async def serve(comm, **message):
+        served.append(message["receiver"])
+        return await plain(comm, **message)
+
+    holder.handlers["hoplite_pull"] = serve
+    assert np.array_equal(await c.gather(x), array())
+    assert served == [c.id]
+
+
+@hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 2)
 async def test_a_client_that_leaves_in_the_middle(c, s, a, b):
     await c.register_plugin(Hoplite())
     async with Client(s.address, asynchronous=True) as other:
@@ -185,6 +218,66 @@ async def test_a_client_that_leaves_in_the_middle(c, s, a, b):
         lambda: not any(e.expected or e.puller.incoming or e.shelf.entries for e in extensions)
     )
     assert not plugin(s).directory.trees and not s.tasks
+
+
+@hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 2)
+async def test_a_client_that_left_before_its_request(c, s, a, b):
+    await c.register_plugin(Hoplite())
+    request = {"client": "gone", "nbytes": {"x": 10_000}, "broadcast": True, "timeout": 1}
+    with pytest.raises(TransferError, match="'x': client gone left"):
+        await c.scheduler.hoplite_place(**request)
+    with pytest.raises(TransferError, match="client gone left"):
+        await c.scheduler.scatter(data={"x": Serialize(array())}, workers=None, client="gone")
+    assert not plugin(s).copies.puts and not plugin(s).directory.trees and not s.tasks
+    assert "gone" not in s.clients
+
+
+@pytest.mark.parametrize("started", [False, True])
+@hoplite_cluster(nthreads=[("127.0.0.1", 1)])
+async def test_a_push_that_is_given_up_leaves_nothing(c, s, a, started):
+    await c.register_plugin(Hoplite())
+    copies, extension = plugin(s).copies, a.plugins["hoplite"]
+    layout, frames = dump(array())
+    buffer = Buffer(layout)  # of which nothing is there yet
+    placement = await copies.place(c.id, {"x": buffer.nbytes}, timeout=1)
+    pushing = asyncio.create_task(push(c.rpc, a.address, "x", buffer, placement["x"][1]))
+    entry = extension.expected["x"].entry
+    await until(lambda: entry.buffer.done())
+    if started:
+        buffer.piece(0, 1000)[:] = memoryview(frames[0])[:1000]
+        buffer.advance(1000)
+        await until(lambda: entry.buffer.result().received)
+    copies.abort(["x"], "test")
+    await until(lambda: not extension.expected)
+    buffer.advance(buffer.nbytes - buffer.received)
+    with pytest.raises((TransferError, OSError)):
+        await pushing
+    await until(lambda: not plugin(s).tasks)
+    assert not a.data and not extension.shelf.entries and not plugin(s).directory.trees
+
+
+@hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 2)
+async def test_a_client_that_leaves_while_its_object_is_placed(c, s, a, b):
+    await c.register_plugin(Hoplite())
+    expecting, left = asyncio.Event(), asyncio.Event()
+
+    async def expect(**message):
+        expecting.set()
+        await left.wait()
+        return {"status": "OK"}
+
+    for worker in (a, b):
+        worker.handlers["hoplite_expect"] = expect
+    async with Client(s.address, asynchronous=True) as other:
+        placing = asyncio.create_task(
+            plugin(s).copies.place(other.id, {"x": 10_000}, broadcast=True, timeout=1)
+        )
+        await expecting.wait()
+    assert not plugin(s).copies.puts and not plugin(s).directory.trees
+    left.set()
+    with pytest.raises(TransferError, match="'x': was given up"):
+        await placing
+    assert not any(w.plugins["hoplite"].puller.incoming for w in (a, b))
 
 
 @hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 2)

@@ -1,15 +1,19 @@
-"""The bytes: layout, buffers, the shelf."""
+"""The bytes: layout, buffers, the shelf, pulls."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import numpy as np
 import pytest
 from distributed.protocol import deserialize, serialize
 
+from dask_hoplite.core.instructions import Pull
+from dask_hoplite.exceptions import CancelledPullError, SourceFailedError
 from dask_hoplite.transfer.buffer import Buffer
 from dask_hoplite.transfer.layout import Layout, dump, load
+from dask_hoplite.transfer.pull import Puller
 from dask_hoplite.transfer.shelf import Shelf
 
 VALUES = {
@@ -196,3 +200,41 @@ def test_shelf_waits_for_what_is_about_to_be_announced():
         assert not shelf.awaited
 
     asyncio.run(main())
+
+
+# Pulls
+
+
+def test_a_source_that_fails_while_it_is_left_is_nobodys_loss():
+    """asyncio complains of exceptions that nobody has seen."""
+
+    asked = asyncio.Event()
+
+    class Pool:
+        async def connect(self, address):
+            asked.set()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                raise SourceFailedError("does not have it") from None
+
+    async def run():
+        complaints = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, why: complaints.append(why))
+
+        async def tell(event):
+            return Pull(event.key, event.receiver, "tcp://source", 1, "")
+
+        shelf = Shelf({})
+        puller = Puller("tcp://me", Pool(), tell, lambda event: None, shelf, stall_timeout=10)
+        pulling = asyncio.create_task(puller.pull("x", 1000))
+        await asked.wait()
+        puller.cancel("x")
+        await asyncio.wait({pulling})
+        assert isinstance(pulling.exception(), CancelledPullError)
+        del pulling
+        gc.collect()
+        await asyncio.sleep(0)
+        assert not complaints and not puller.incoming and not shelf.entries
+
+    asyncio.run(run())

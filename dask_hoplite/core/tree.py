@@ -100,8 +100,9 @@ class Tree:
         transfer.epoch = epoch
         transfer.rate = transfer.passed = None
         self.children[choice.source].add(transfer.receiver)
-        self._count(transfer)
-        self._offer(transfer)
+        if not transfer.silent:  # or else when it is heard again
+            self._count(transfer)
+            self._offer(transfer)
 
     def disconnect(self, transfer: Transfer) -> None:
         """Take the edge to a receiver's source away, if there is one."""

@@ -282,6 +282,8 @@ class Incoming:
             if not taking.done():
                 taking.cancel()
                 await asyncio.wait({taking})
+            if not taking.cancelled():
+                taking.exception()  # we may have been told to leave just as it failed
 
     def _report(self, event: type, **fields: Any) -> Event:
         return event(  # type: ignore[no-any-return]
