@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from heapq import nsmallest
 from typing import TYPE_CHECKING, Any
 
 from dask.utils import parse_timedelta
@@ -103,15 +105,21 @@ class Copies:
             If no worker's memory limit allows for an object.
         """
         targets = await self._running(workers, timeout)
-        load = {ws: ws.memory.process for ws in targets}
+        arriving: Counter[str] = Counter()
+        for put in self.puts.values():
+            arriving[put.root] += put.nbytes
+        # Evenly within a call, since what comes together is likely to be used together; between
+        # calls by what Dask knows workers to hold, which is up to date as their memory is not.
+        load = {ws: (0, ws.nbytes + arriving[ws.address], ws.address) for ws in targets}
         chosen: list[tuple[Key, int, WorkerState, list[WorkerState]]] = []
         for key, size in nbytes.items():
             able = _able(key, size, targets)
-            root = min(able, key=lambda ws: (load[ws], ws.address))
-            load[root] += size
             n = len(able) if broadcast is True else max(int(broadcast), 1)
-            others = sorted((ws for ws in able if ws is not root), key=lambda ws: load[ws])
-            chosen.append((key, size, root, others[: n - 1]))
+            root, *others = nsmallest(n, able, key=load.__getitem__)
+            for ws in (root, *others):
+                placed, held, address = load[ws]
+                load[ws] = (placed + size, held, address)
+            chosen.append((key, size, root, others))
         placement: dict[Key, tuple[str, int]] = {}
         try:
             for key, size, root, others in chosen:

@@ -173,6 +173,17 @@ async def test_scatter_forms(c, s, *workers, direct):
 
 
 @hoplite_cluster()
+@pytest.mark.parametrize("together", [True, False])
+async def test_scatter_spreads_evenly(c, s, *workers, together):
+    """However much memory the workers' processes use for other things."""
+    await c.register_plugin(Hoplite())
+    chunks = [array(seed=seed) for seed in range(8)]
+    futures = await c.scatter(chunks) if together else [await c.scatter(chunk) for chunk in chunks]
+    await until(lambda: [len(w.data) for w in workers] == [2] * 4)
+    assert len({future.key for future in futures}) == 8
+
+
+@hoplite_cluster()
 async def test_scatter_hash(c, s, *workers):
     await c.register_plugin(Hoplite())
     [x], [y] = await c.scatter([array()]), await c.scatter([array()])
