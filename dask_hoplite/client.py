@@ -276,19 +276,19 @@ class ClientExtension:
             self.uninstall()
             raise UnreachableError("the scheduler has no Hoplite any more")
 
-        async def send(key: Key) -> None:
+        async def send(key: Key) -> int:
             worker, epoch = placement[key]
             try:
                 async with self.slots:
                     await self._connect(worker)
-                    await push(client.rpc, worker, key, puts[key], epoch)
+                    return await push(client.rpc, worker, key, puts[key], epoch)
             except OSError as error:
                 raise UnreachableError(f"{worker}: {error}") from error
 
         sending = [asyncio.create_task(send(key)) for key in puts]
         try:
-            await asyncio.gather(*sending)
-            done = await scheduler.hoplite_commit(client=client.id, keys=list(puts))
+            nbytes = dict(zip(puts, await asyncio.gather(*sending), strict=True))
+            done = await scheduler.hoplite_commit(client=client.id, nbytes=nbytes)
         except BaseException as error:
             for task in sending:
                 task.cancel()

@@ -40,7 +40,7 @@ class Put:
     """
 
     key: Key
-    nbytes: int
+    nbytes: int  #: on the wire
     client: str
     root: str
     epoch: int
@@ -174,15 +174,15 @@ class Copies:
                 worker, {"op": "free-keys", "keys": [key], "stimulus_id": stimulus_id}
             )
 
-    async def commit(self, client: str, keys: Collection[Key]) -> dict[str, Any]:
+    async def commit(self, client: str, nbytes: Mapping[Key, int]) -> dict[str, Any]:
         """Make pushed objects known to Dask, and wait for the copies that are to be made.
 
         Parameters
         ----------
         client : str
             The client that gets the references.
-        keys : collection of Key
-            The objects, each held by its root by now.
+        nbytes : mapping of Key to int
+            The objects, each held by its root by now, and their sizes there, as Dask measures them.
 
         Returns
         -------
@@ -194,7 +194,7 @@ class Copies:
         TransferError
             If an object was lost again before this call.
         """
-        puts = [self._put(key) for key in keys]
+        puts = [self._put(key) for key in nbytes]
         for put in puts:
             put.held.add(put.root)
             alive = [worker for worker in put.held if worker in self.scheduler.workers]
@@ -204,7 +204,7 @@ class Copies:
             if put.broadcast:
                 self.hoplite.wishes.add(put.key, put.wish)
             self.scheduler.update_data(
-                who_has={put.key: alive}, nbytes={put.key: put.nbytes}, client=client
+                who_has={put.key: alive}, nbytes={put.key: nbytes[put.key]}, client=client
             )
             put.task = self.scheduler.tasks[put.key]
         try:
@@ -274,12 +274,16 @@ class Copies:
             placement = await self.place(client, sizes, workers, broadcast, timeout)
             try:
                 async with asyncio.TaskGroup() as group:
-                    for key, (worker, epoch) in placement.items():
-                        group.create_task(push(self.scheduler.rpc, worker, key, large[key], epoch))
+                    pushes = {
+                        key: group.create_task(
+                            push(self.scheduler.rpc, worker, key, large[key], epoch)
+                        )
+                        for key, (worker, epoch) in placement.items()
+                    }
             except* Exception as errors:
                 await self.abort(large, f"push failed: {errors.exceptions[0]}")
                 raise errors.exceptions[0] from None
-            await self.commit(client, list(large))
+            await self.commit(client, {key: task.result() for key, task in pushes.items()})
         return list(data)
 
     async def replicate(

@@ -446,7 +446,7 @@ class HopliteWorker(WorkerPlugin):
             value = await unpack(buffer)
             if self.shelf.entries.get(key) is not expected.entry:
                 raise HopliteError("it was released meanwhile")
-            self.worker.update_data({key: value}, stimulus_id=f"hoplite-push-{clock.time()}")
+            held = self.worker.update_data({key: value}, stimulus_id=f"hoplite-push-{clock.time()}")
         except BaseException as error:
             self.shelf.discard(key, ConnectionError(f"the push failed: {error}"))
             self.report(
@@ -459,4 +459,4 @@ class HopliteWorker(WorkerPlugin):
             return {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
         self.shelf.settle(key)
         self.report(Finished(key, self.address, epoch, 0.0, stop - asked, how))
-        return {"status": "OK"}
+        return {"status": "OK", "nbytes": held["nbytes"][key]}

@@ -8,6 +8,7 @@ from collections import namedtuple
 
 import numpy as np
 import pytest
+from dask.sizeof import sizeof
 from distributed import Client, LocalCluster, wait
 from distributed.core import Status
 from distributed.utils_test import gen_cluster, gen_test
@@ -170,6 +171,18 @@ async def test_scatter_forms(c, s, *workers, direct):
     assert set((await c.who_has(x))[x.key]) == {workers[2].address}
     [x] = await c.scatter([a + 1], workers=workers[3].address)
     assert set((await c.who_has(x))[x.key]) == {workers[3].address}
+
+
+@hoplite_cluster()
+@pytest.mark.parametrize("registered", [True, False])
+async def test_size_of_what_was_scattered(c, s, *workers, registered):
+    """Dask counts bytes in memory, not those that were sent."""
+    await c.register_plugin(Hoplite())
+    value = list(range(1000))
+    async with Client(s.address, asynchronous=True) as other:
+        futures = await (c if registered else other).scatter({"x": value}, broadcast=True)
+        assert s.get_nbytes(summary=False) == dict.fromkeys(futures, sizeof(value))
+        assert [ws.nbytes for ws in s.workers.values()] == [sizeof(value)] * 4
 
 
 @hoplite_cluster()
