@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time as clock
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
 from typing import Any
 
 from distributed import Client, Worker, WorkerPlugin
 from distributed.comm.core import Comm
-from distributed.core import Status, error_message
+from distributed.core import Status, context_meter_to_server_digest, error_message
 from distributed.metrics import context_meter, time
 from distributed.worker import WORKER_ANY_RUNNING
 from distributed.worker_state_machine import (
@@ -346,6 +346,11 @@ class HopliteWorker(WorkerPlugin):
 
     # Serving
 
+    def digest_metric(self, name: Hashable, value: float) -> None:
+        """Take figures on performance to the worker, which publishes them."""
+        self.worker.digest_metric(name, value)
+
+    @context_meter_to_server_digest("get-data")
     async def serve(
         self,
         comm: Comm,
@@ -371,7 +376,8 @@ class HopliteWorker(WorkerPlugin):
         try:
             if early:
                 await self.shelf.announced(key, self.stall_timeout)
-            answer = await serve(comm, self.shelf, key, offset, identity, affinity)
+            with context_meter.meter("network", func=time):
+                answer = await serve(comm, self.shelf, key, offset, identity, affinity)
         finally:
             worker.transfer_outgoing_count -= 1
             worker.transfer_outgoing_bytes -= nbytes

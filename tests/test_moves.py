@@ -46,6 +46,17 @@ async def test_task_dependencies(c, s, *workers):
 
 
 @hoplite_cluster()
+async def test_performance_metrics(c, s, a, b, *others):
+    """What Dask publishes on transfers of its own, it publishes on ours."""
+    await c.register_plugin(Hoplite())
+    x = hosted(c, worker=a.address)
+    await on_each(c, x, [b])
+    for label in ("serialize", "network"):
+        await until(lambda label=label: ("get-data", label, "seconds") in a.digests_total)
+    assert ("gather-dep", "network", "seconds") in b.digests_total
+
+
+@hoplite_cluster()
 async def test_second_request_joins_the_first(c, s, *workers):
     await c.register_plugin(Hoplite())
     x = hosted(c, 10_000_000, worker=workers[0].address)
