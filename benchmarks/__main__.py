@@ -1,12 +1,13 @@
 """Compare Hoplite with plain Dask.
 
-python -m benchmarks lab         on emulated hosts whose network is the limit (needs root)
-python -m benchmarks loopback    on this machine as it is
-python -m benchmarks faults      what becomes of a broadcast when a host fails (needs root)
-python -m benchmarks tls         an object of more than 2 GiB on a TLS cluster
-python -m benchmarks side        what Hoplite does to everything else
-python -m benchmarks chaos       whether faults by chance do any harm
-python -m benchmarks plot FILE   draw the records of an earlier run again
+python -m benchmarks lab              on emulated hosts whose network is the limit (needs root)
+python -m benchmarks loopback         on this machine as it is
+python -m benchmarks faults           what becomes of a broadcast when a host fails (needs root)
+python -m benchmarks tls              an object of more than 2 GiB on a TLS cluster
+python -m benchmarks side             what Hoplite does to everything else
+python -m benchmarks chaos            whether faults by chance do any harm
+python -m benchmarks dask-tests DIR   Dask's own tests, plain and with Hoplite
+python -m benchmarks plot FILE        draw the records of an earlier run again
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 from dask.utils import format_bytes, parse_bytes
 from rich.console import Console
 
-from benchmarks import faults, report, tls
+from benchmarks import dask_tests, faults, report, tls
 from benchmarks.chaos.run import add_command as add_chaos
 from benchmarks.cluster import SYSTEMS, Cluster, Loopback, Place
 from benchmarks.laboratory import Laboratory, LaboratoryError, why_not
@@ -32,6 +33,8 @@ from benchmarks.side import EFFECTS
 from benchmarks.workloads import OPS
 
 OPS_WITHOUT_NETWORK = ["tasks", "graph", "scatter", "replicate", "gather-task", "gather-client"]
+
+RESULTS = Path(__file__).with_name("results")
 
 console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
 
@@ -87,6 +90,14 @@ def main() -> None:
     plot.add_argument("file", type=Path)
     plot.set_defaults(run=run_plot)
 
+    tests = commands.add_parser("dask-tests", help="Dask's own tests, with Hoplite and without")
+    tests.add_argument("checkout", type=Path, help="of dask/distributed, at the installed release")
+    tests.add_argument("--files", nargs="+", default=dask_tests.FILES, help="paths in the checkout")
+    tests.add_argument("--reruns", type=int, default=4, help="of tests that differ")
+    tests.add_argument("--clients", action="store_true", help="clients use Hoplite, too")
+    tests.add_argument("--out", type=Path, default=RESULTS, help="folder for what comes of it")
+    tests.set_defaults(run=run_dask_tests)
+
     # An end by SIGTERM is an orderly one, too: no host and no process stays behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     args = parser.parse_args()
@@ -103,8 +114,7 @@ def common_options() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(add_help=False)
     options.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     options.add_argument("--timeout", type=float, default=150, help="seconds for an operation")
-    results = Path(__file__).with_name("results")
-    options.add_argument("--out", type=Path, default=results, help="folder for records and picture")
+    options.add_argument("--out", type=Path, default=RESULTS, help="folder for records and picture")
     return options
 
 
@@ -211,6 +221,13 @@ def run_plot(args: argparse.Namespace) -> None:
         console.print(report.effects_table(records))
     else:
         show_ops(args.file, about["title"], records)
+
+
+def run_dask_tests(args: argparse.Namespace) -> None:
+    """Run Dask's own tests both ways."""
+    sys.exit(
+        dask_tests.compare(args.checkout, args.files, args.out, args.reruns, args.clients, console)
+    )
 
 
 def show_ops(path: Path, title: str, records: list[Record]) -> None:

@@ -277,23 +277,23 @@ class ClientExtension:
             )
         )
 
-        async def send(key: Key, worker: str, epoch: int) -> None:
+        async def send(key: Key, worker: str, epoch: int) -> int:
             try:
                 async with self.slots:
                     await self._connect(worker)
-                    await push(client.rpc, worker, key, puts[key], epoch)
+                    return await push(client.rpc, worker, key, puts[key], epoch)
             except OSError as error:
                 raise UnreachableError(f"{worker}: {error}") from error
 
-        sending: list[asyncio.Task[None]] = []
+        sending: list[asyncio.Task[int]] = []
         committing = False
         try:
             placement = await asyncio.shield(placing)
             if placement is not None:
                 sending += [asyncio.create_task(send(k, *where)) for k, where in placement.items()]
-                await asyncio.gather(*sending)
+                nbytes = dict(zip(placement, await asyncio.gather(*sending), strict=True))
                 committing = True
-                done = await scheduler.hoplite_commit(client=client.id, keys=list(puts))
+                done = await scheduler.hoplite_commit(client=client.id, nbytes=nbytes)
                 return dict(done["failed"])
         except BaseException as error:
             for task in sending:

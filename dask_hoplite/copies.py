@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -43,7 +43,7 @@ class Put:
     """
 
     key: Key
-    nbytes: int
+    nbytes: int  #: on the wire
     client: str
     root: str
     epoch: int
@@ -107,11 +107,19 @@ class Copies:
             If no worker's memory limit allows for an object.
         """
         targets = await self._running(workers, timeout)
-        load = {ws: ws.memory.process for ws in targets}
+        arriving: Counter[str] = Counter()
+        for put in self.puts.values():
+            arriving[put.root] += put.nbytes
+        # Evenly within a call, since what comes together is likely to be used together; between
+        # calls by what Dask knows workers to hold, which is up to date as their memory is not.
+        load = {ws: (0, ws.nbytes + arriving[ws.address], ws.address) for ws in targets}
         chosen: list[tuple[Key, int, list[str]]] = []
         for key, size in nbytes.items():
-            ranked = sorted(_able(key, size, targets), key=lambda ws: (load[ws], ws.address))
-            load[ranked[0]] += size
+            ranked = sorted(_able(key, size, targets), key=load.__getitem__)
+            n = len(ranked) if broadcast is True else max(int(broadcast), 1)
+            for ws in ranked[:n]:
+                placed, held, address = load[ws]
+                load[ws] = (placed + size, held, address)
             chosen.append((key, size, [ws.address for ws in ranked]))
         everywhere = workers is None and broadcast is True
         placement: dict[Key, tuple[str, int]] = {}
@@ -184,15 +192,15 @@ class Copies:
                 worker, {"op": "free-keys", "keys": [key], "stimulus_id": stimulus_id}
             )
 
-    async def commit(self, client: str, keys: Collection[Key]) -> dict[str, Any]:
+    async def commit(self, client: str, nbytes: Mapping[Key, int]) -> dict[str, Any]:
         """Make pushed objects known to Dask, and wait for the copies that are to be made.
 
         Parameters
         ----------
         client : str
             The client that gets the references.
-        keys : collection of Key
-            The objects, each held by its root by now.
+        nbytes : mapping of Key to int
+            The objects, each held by its root by now, and their sizes there, as Dask measures them.
 
         Returns
         -------
@@ -204,20 +212,22 @@ class Copies:
         TransferError
             If an object was lost again before this call.
         """
-        puts = [self._put(key) for key in keys]
+        puts = [self._put(key) for key in nbytes]
         alive = {}
         for put in puts:
             put.held.add(put.root)
             alive[put.key] = [worker for worker in put.held if worker in self.scheduler.workers]
             if not alive[put.key]:
-                self.abort(keys, f"{put.root} left")
+                self.abort(nbytes, f"{put.root} left")
                 raise TransferError(put.key, f"{put.root} left before anybody else had it")
         # All or none: who gets an error has no future by which to release the others.
         for put in puts:
             if put.broadcast:
                 self.hoplite.wishes.add(put.key, put.wish)
             self.scheduler.update_data(
-                who_has={put.key: alive[put.key]}, nbytes={put.key: put.nbytes}, client=client
+                who_has={put.key: alive[put.key]},
+                nbytes={put.key: nbytes[put.key]},
+                client=client,
             )
             put.task = self.scheduler.tasks[put.key]
         try:
@@ -305,18 +315,20 @@ class Copies:
         while len(tried) < ATTEMPTS:
             placement = await self.place(client, sizes, workers, broadcast, timeout)
 
-            async def send(key: Key, worker: str, epoch: int) -> None:
+            async def send(key: Key, worker: str, epoch: int) -> int:
                 try:
-                    await push(self.scheduler.rpc, worker, key, buffers[key], epoch)
+                    return await push(self.scheduler.rpc, worker, key, buffers[key], epoch)
                 except OSError as error:
                     tried[worker] = f"{type(error).__name__}: {error}"
                     raise
 
             try:
                 async with asyncio.TaskGroup() as group:
-                    for key, (worker, epoch) in placement.items():
-                        group.create_task(send(key, worker, epoch))
-                await self.commit(client, list(buffers))
+                    pushes = {
+                        key: group.create_task(send(key, worker, epoch))
+                        for key, (worker, epoch) in placement.items()
+                    }
+                await self.commit(client, {key: task.result() for key, task in pushes.items()})
                 return
             except* OSError as errors:
                 self.abort(buffers, f"push failed: {errors.exceptions[0]}")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time as clock
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
 from typing import Any
 
 from distributed import Client, Worker, WorkerPlugin
 from distributed.comm.core import Comm, CommClosedError
-from distributed.core import Status, error_message
+from distributed.core import Status, context_meter_to_server_digest, error_message
 from distributed.metrics import context_meter, time
 from distributed.worker import WORKER_ANY_RUNNING
 from distributed.worker_state_machine import (
@@ -347,6 +347,11 @@ class HopliteWorker(WorkerPlugin):
 
     # Serving
 
+    def digest_metric(self, name: Hashable, value: float) -> None:
+        """Take figures on performance to the worker, which publishes them."""
+        self.worker.digest_metric(name, value)
+
+    @context_meter_to_server_digest("get-data")
     async def serve(
         self,
         comm: Comm,
@@ -373,7 +378,8 @@ class HopliteWorker(WorkerPlugin):
         try:
             if early:
                 await self.shelf.announced(key, self.stall_timeout)
-            answer = await serve(comm, self.shelf, key, offset, identity, affinity, fingerprint)
+            with context_meter.meter("network", func=time):
+                answer = await serve(comm, self.shelf, key, offset, identity, affinity, fingerprint)
         finally:
             worker.transfer_outgoing_count -= 1
             worker.transfer_outgoing_bytes -= nbytes
@@ -452,7 +458,7 @@ class HopliteWorker(WorkerPlugin):
             value = await unpack(buffer)
             if self.shelf.entries.get(key) is not expected.entry:
                 raise HopliteError("it was released meanwhile")
-            self.worker.update_data({key: value}, stimulus_id=f"hoplite-push-{clock.time()}")
+            held = self.worker.update_data({key: value}, stimulus_id=f"hoplite-push-{clock.time()}")
         except BaseException as error:
             if self.shelf.entries.get(key) is expected.entry:
                 self.shelf.discard(key, ConnectionError(f"the push failed: {error}"))
@@ -469,4 +475,4 @@ class HopliteWorker(WorkerPlugin):
                 del self.expected[key]
         self.shelf.settle(key)
         self.report(Finished(key, self.address, epoch, 0.0, stop - asked, how))
-        return {"status": "OK"}
+        return {"status": "OK", "nbytes": held["nbytes"][key]}

@@ -8,6 +8,7 @@ from collections import namedtuple
 
 import numpy as np
 import pytest
+from dask.sizeof import sizeof
 from distributed import Client, LocalCluster, wait
 from distributed.core import Status
 from distributed.utils_test import gen_cluster, gen_test
@@ -44,6 +45,17 @@ async def test_task_dependencies(c, s, *workers):
     del x
     await until(lambda: not plugin(s).directory.trees)
     await until(lambda: not any(w.plugins["hoplite"].shelf.entries for w in workers))
+
+
+@hoplite_cluster()
+async def test_performance_metrics(c, s, a, b, *others):
+    """What Dask publishes on transfers of its own, it publishes on ours."""
+    await c.register_plugin(Hoplite())
+    x = hosted(c, worker=a.address)
+    await on_each(c, x, [b])
+    for label in ("serialize", "network"):
+        await until(lambda label=label: ("get-data", label, "seconds") in a.digests_total)
+    assert ("gather-dep", "network", "seconds") in b.digests_total
 
 
 @hoplite_cluster()
@@ -175,6 +187,29 @@ async def test_scatter_forms(c, s, *workers, direct):
 
 
 @hoplite_cluster()
+@pytest.mark.parametrize("registered", [True, False])
+async def test_size_of_what_was_scattered(c, s, *workers, registered):
+    """Dask counts bytes in memory, not those that were sent."""
+    await c.register_plugin(Hoplite())
+    value = list(range(1000))
+    async with Client(s.address, asynchronous=True) as other:
+        futures = await (c if registered else other).scatter({"x": value}, broadcast=True)
+        assert s.get_nbytes(summary=False) == dict.fromkeys(futures, sizeof(value))
+        assert [ws.nbytes for ws in s.workers.values()] == [sizeof(value)] * 4
+
+
+@hoplite_cluster()
+@pytest.mark.parametrize("together", [True, False])
+async def test_scatter_spreads_evenly(c, s, *workers, together):
+    """However much memory the workers' processes use for other things."""
+    await c.register_plugin(Hoplite())
+    chunks = [array(seed=seed) for seed in range(8)]
+    futures = await c.scatter(chunks) if together else [await c.scatter(chunk) for chunk in chunks]
+    await until(lambda: [len(w.data) for w in workers] == [2] * 4)
+    assert len({future.key for future in futures}) == 8
+
+
+@hoplite_cluster()
 async def test_scatter_hash(c, s, *workers):
     await c.register_plugin(Hoplite())
     [x], [y] = await c.scatter([array()]), await c.scatter([array()])
@@ -303,11 +338,12 @@ async def test_scatter_of_several_is_all_or_nothing(c, s, a, b):
     sent = asyncio.Event()
     plain_commit = s.handlers["hoplite_commit"]
 
-    async def commit(keys, **message):
-        [lost] = [key for key in keys if plugin(s).copies.puts[key].root == b.address]
+    async def commit(nbytes, **message):
+        [lost] = [key for key in nbytes if plugin(s).copies.puts[key].root == b.address]
         await s.remove_worker(b.address, stimulus_id="test")
         sent.set()
-        return await plain_commit(keys=sorted(keys, key=lambda key: key == lost), **message)
+        last = dict(sorted(nbytes.items(), key=lambda item: item[0] == lost))
+        return await plain_commit(nbytes=last, **message)
 
     s.handlers["hoplite_commit"] = commit
     with pytest.raises(TransferError, match=b.address):

@@ -7,6 +7,7 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
+from distributed.metrics import context_meter
 from distributed.protocol.serialize import merge_and_deserialize, serialize
 from distributed.utils import ensure_memoryview
 
@@ -45,6 +46,7 @@ class Layout:
         return cls(message["identity"], message["header"], tuple(message["lengths"]))
 
 
+@context_meter.meter("serialize")
 def dump(value: object) -> tuple[Layout, list[memoryview]]:
     """Serialise an object by Dask's own serialisers, without compression.
 

@@ -13,8 +13,13 @@ from dask_hoplite.transfer.channel import send, send_marks
 from dask_hoplite.transfer.shared import SharedBuffer, affinity
 
 
-async def push(rpc: ConnectionPool, worker: str, key: Key, buffer: Buffer, epoch: int) -> None:
+async def push(rpc: ConnectionPool, worker: str, key: Key, buffer: Buffer, epoch: int) -> int:
     """Send an object to a worker that was told to expect it; return when it is held there.
+
+    Returns
+    -------
+    int
+        Its size there, as Dask measures it.
 
     Raises
     ------
@@ -46,6 +51,7 @@ async def push(rpc: ConnectionPool, worker: str, key: Key, buffer: Buffer, epoch
         answer = await comm.read()
         if answer["status"] != "OK":
             raise TransferError(key, f"{worker}: {answer['reason']}")
+        return int(answer["nbytes"])
     except asyncio.CancelledError:
         comm.abort()
         raise
