@@ -37,8 +37,9 @@ PATIENCE = 20
 #: For so many stall timeouts, a source that gave a receiver nothing is taken only if need be.
 SHUN = 40
 
-#: To be fed past a slow one has helped if bytes come so many times as fast.
-GAIN = 1.5
+#: To be fed past a slow one has helped if, after this share of a stall timeout, bytes come so many
+#: times as fast. If not, the next trial is after two stall timeouts, then four, and so on.
+TRIAL, GAIN = 0.35, 1.5
 
 
 class Directory:
@@ -195,9 +196,13 @@ class Directory:
             return self._decide(tree, transfer)
         if not event.rate:
             return self._stay(transfer, "nothing comes yet")
+        if passed is not None and self.now - transfer.start < TRIAL * self.stall_timeout:
+            transfer.passed = passed
+            return self._stay(transfer, f"it is too early to say whether it helps to pass {source}")
         if passed is not None and passed.rate and event.rate < GAIN * passed.rate:
             # What both take from gives no more: it was not that one's fault.
-            tree.passing = False
+            tree.failed_trials += 1
+            tree.next_trial = self.now + self.stall_timeout * 2**tree.failed_trials
             tree.unslow(passed)
             why = f"to pass {passed.receiver} did not help"
             if tree.may_feed(passed.receiver, transfer):
@@ -209,8 +214,8 @@ class Directory:
             if choice is not None:
                 self._note(transfer, "left a source that feeds several")
                 return [self._connect(tree, transfer, choice)]
-        if not tree.passing:
-            return self._stay(transfer, "to pass those who are slow did not help")
+        if self.now < tree.next_trial:
+            return self._stay(transfer, "to pass those who are slow has just not helped")
         if peer is not None and self._is_new(peer):
             return self._stay(transfer, f"{source} has just got another source")
         if peer is None or (peer.rate is None and again):

@@ -69,7 +69,8 @@ class Tree:
         self.nbytes = nbytes
         self.hosts = hosts
         self.fan_out = 1
-        self.passing = True  #: whether it helps to pass those who are slow
+        self.failed_trials = 0  #: how often it has not helped to pass one that seemed to be slow
+        self.next_trial = -math.inf  #: when it may be tried again
         self.receivers = 1  #: about how many there are, or will be
         self.transfers: dict[str, Transfer] = {}
         self.landed: dict[str, float] = {}  # and when
