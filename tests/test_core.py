@@ -778,6 +778,18 @@ def test_learning():
     assert cost.latency == pytest.approx(0.75, rel=1e-5)  # a high sample counts for less
 
 
+def test_learning_what_a_link_carries():
+    cost = CostModel(latency=1.0)
+    cost.learn(latency=1.0, nbytes=1000, seconds=0.02)
+    cost.learn(latency=1.0, nbytes=2**22, seconds=0.001)
+    assert cost.link == 0, "too little, or too soon"
+    cost.learn(latency=1.0, nbytes=2**22, seconds=0.5)
+    assert cost.link == 2**23
+    cost.learn(latency=1.0, nbytes=2**22, seconds=1.0)
+    assert 0.9 * 2**23 < cost.link < 2**23, "one that was disturbed says little"
+    assert cost.bandwidth == CostModel().bandwidth
+
+
 def test_hops_within_a_host_say_nothing_about_the_network():
     cost = CostModel(latency=1.0, bandwidth=100.0)
     story = Story("a1 a2 b1", holders="a1", cost=cost)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+#: Fewer bytes say nothing of a link: they may have waited in a socket, all together.
+ENOUGH = 2**20
+
 
 @dataclass
 class CostModel:
@@ -45,9 +48,10 @@ class CostModel:
         # costs, the high ones how much there is to do.
         weight = min(4 * self.weight, 1) if sample < self.latency else self.weight / 4
         self.latency += weight * (sample - self.latency)
+        rate = nbytes / max(seconds, 1e-9)
         if seconds > 10 * self.latency:
-            rate = nbytes / seconds
             self.bandwidth += self.weight * (rate - self.bandwidth)
+        if nbytes >= ENOUGH and seconds > 0.01:
             # Whatever disturbs a transfer makes it slower; nothing makes it faster than the link.
             self.link = max(rate, self.link + self.weight * (rate - self.link))
 
