@@ -200,7 +200,7 @@ class Simulation:
                     self.violations.append(f"{self.now}: {told}, in spite of {able}")
             # As in Dask, who does not ask is not told, except to stop.
             if told.receiver == asking or isinstance(told, Cancel):
-                self.later(self.obey, told)
+                self.later(self.obey, told, worker.arrived)
         if len(self.workers) <= 300:  # it takes long
             self.violations += [f"{self.now}: {cycle}" for cycle in cycles(self.directory)]
 
@@ -217,10 +217,12 @@ class Simulation:
         have = int(worker.line.at(self.now))
         self.later(self.decide, kind(KEY, worker.name, worker.epoch, have, *details))
 
-    def obey(self, told: Instruction) -> None:
+    def obey(self, told: Instruction, life: float) -> None:
         worker = self.workers[told.receiver]
-        if worker.frozen:
-            worker.unread.append((self.obey, (told,)))
+        if life != worker.arrived:
+            pass  # it was meant for one that has died since, at another address
+        elif worker.frozen:
+            worker.unread.append((self.obey, (told, life)))
         elif worker.state != "receiving":
             pass  # it has crossed with the end
         elif isinstance(told, NoSource | Cancel):
