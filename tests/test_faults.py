@@ -13,6 +13,7 @@ from distributed.core import Status
 from dask_hoplite import Hoplite, ObjectLostError
 from dask_hoplite.transfer import pull
 from dask_hoplite.transfer.buffer import Buffer
+from dask_hoplite.transfer.shared import SharedBuffer
 from tests.helpers import array, hoplite_cluster, hosted, plugin, until
 
 
@@ -145,3 +146,41 @@ def test_another_serialisation_is_gone_on_with_if_it_begins_equally(equal, monke
         assert begun == [900_000] if equal else [900_000] * 2
 
     test()
+
+
+@hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 4)
+async def test_what_was_begun_in_shared_memory_and_ended_otherwise(
+    c, s, a, b, *rest
+):
+    """Others must not look for the rest in memory of the process in which it was begun."""
+    await c.register_plugin(Hoplite())
+    nbytes = 5_000_000
+    x = hosted(c, nbytes, worker=a.address)
+    await x
+    receiver, last = rest
+    ts = s.tasks[x.key]
+    async with a.plugins["hoplite"].shelf.reading(x.key) as whole:
+        partial = SharedBuffer(whole.layout)
+
+    async def begin_only(comm, key, **kwargs):
+        partial.write(0, whole.piece(0, 2_000_000))
+        partial.advance(2_000_000)
+        await comm.write(
+            {"status": "OK", "offset": 0, "shared": partial.handle, **whole.layout.to_message()}
+        )
+        await comm.read()
+        await comm.write({"received": 2_000_000})
+        b.update_data({x.key: array(nbytes)}, stimulus_id="test")
+        s.add_replica(ts, s.workers[b.address])
+        comm.abort()
+        return Status.dont_reply
+
+    a.handlers["hoplite_pull"] = begin_only
+    extension = receiver.plugins["hoplite"]
+    assert await extension.acquire({x.key: nbytes}) == {"status": "OK"}
+    np.testing.assert_array_equal(receiver.data[x.key], array(nbytes))
+    s.remove_replica(ts, s.workers[a.address])
+    s.remove_replica(ts, s.workers[b.address])
+    s.add_replica(ts, s.workers[receiver.address])
+    assert await last.plugins["hoplite"].acquire({x.key: nbytes}) == {"status": "OK"}
+    np.testing.assert_array_equal(last.data[x.key], array(nbytes))

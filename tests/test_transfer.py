@@ -238,3 +238,12 @@ def test_a_source_that_fails_while_it_is_left_is_nobodys_loss():
         assert not complaints and not puller.incoming and not shelf.entries
 
     asyncio.run(run())
+
+
+def test_copying_what_there_is():
+    one, other = Buffer(Layout("i", b"", (3, 0, 5))), Buffer(Layout("i", b"", (3, 0, 5)))
+    one.frames[0][:], one.frames[2][:2] = b"abc", b"de"
+    one.advance(5)
+    assert other.copy_from(one) == 5
+    assert other.received == 0
+    assert bytes(other.frames[0]) + bytes(other.frames[2][:2]) == b"abcde"

@@ -79,6 +79,15 @@ class Buffer:
         """Frames for an object to live in."""
         return self.frames
 
+    def copy_from(self, other: Buffer) -> int:
+        """Copy what there is of an equally laid out buffer; return its length, uncounted."""
+        nbytes, offset = other.received, 0
+        while offset < nbytes:
+            piece = other.piece(offset, nbytes)
+            self.piece(offset, nbytes)[:] = piece
+            offset += len(piece)
+        return nbytes
+
     def advance(self, nbytes: int) -> None:
         """Count bytes that were written behind those that are there."""
         self.received += nbytes

@@ -129,6 +129,7 @@ async def take(
         same = buffer is not None and buffer.layout.identity == layout.identity
         if buffer is None or not (same or answer["offset"]):
             buffer = begin(layout, None)
+        buffer.layout = layout  # by which bytes it will have been completed
         await receive(comm, buffer, hops)
         return path(comm, source)
     finally:
@@ -187,14 +188,9 @@ class Incoming:
             buffer = AttachedBuffer(layout, handle)
         else:
             buffer = make_room(layout, self.shares_host)
-        if self.buffer is not None:
-            self.buffer.fail(SourceFailedError("had to start again with other bytes"))
-            self.puller.shelf.discard(self.key)
-            self.entry = self.puller.shelf.promise(self.key)
-        self.buffer = buffer
+        self._exchange(buffer)
         self.first_byte = monotonic()
-        self.entry.buffer.set_result(self.buffer)
-        return self.buffer
+        return buffer
 
     async def _run(self) -> Any:
         try:
@@ -248,6 +244,8 @@ class Incoming:
         """Take from the present source; return what the directory says if it falls silent."""
         puller = self.puller
         self.asked = monotonic()
+        if isinstance(self.buffer, AttachedBuffer):
+            await self._detach(self.buffer)
         taking = asyncio.create_task(
             take(
                 puller.rpc,
@@ -284,6 +282,25 @@ class Incoming:
                 await asyncio.wait({taking})
             if not taking.cancelled():
                 taking.exception()  # we may have been told to leave just as it failed
+
+    async def _detach(self, attached: AttachedBuffer) -> None:
+        """Go on in memory of our own.
+
+        What is still missing will not appear in the other process's file, which those who have
+        attached to it by way of us would look at.
+        """
+        own = make_room(attached.layout, self.shares_host)
+        done = await offload(own.copy_from, attached)
+        self._exchange(own)
+        own.advance(done)
+
+    def _exchange(self, buffer: Buffer) -> None:
+        if self.buffer is not None:
+            self.buffer.fail(SourceFailedError("had to start again in other memory"))
+            self.puller.shelf.discard(self.key)
+            self.entry = self.puller.shelf.promise(self.key)
+        self.buffer = buffer
+        self.entry.buffer.set_result(buffer)
 
     def _report(self, event: type, **fields: Any) -> Event:
         return event(  # type: ignore[no-any-return]
