@@ -149,9 +149,7 @@ def test_another_serialisation_is_gone_on_with_if_it_begins_equally(equal, monke
 
 
 @hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 4)
-async def test_what_was_begun_in_shared_memory_and_ended_otherwise(
-    c, s, a, b, *rest
-):
+async def test_what_was_begun_in_shared_memory_and_ended_otherwise(c, s, a, b, *rest):
     """Others must not look for the rest in memory of the process in which it was begun."""
     await c.register_plugin(Hoplite())
     nbytes = 5_000_000
