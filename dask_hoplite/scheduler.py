@@ -265,13 +265,9 @@ class Hoplite(SchedulerPlugin):
         return message
 
     def decide_ahead(self, key: Key, worker: str) -> dict[str, Any] | None:
-        """Find a source for a worker that does not know yet that it will get an object.
-
-        Only for one that receives nothing else, and so will begin at once: others may have to
-        wait for it.
-        """
+        """A source, perhaps, for a worker that does not know yet that it will get an object."""
         nbytes = self.nbytes(key)
-        if nbytes is None or self.directory.receives(worker):
+        if nbytes is None:
             return None
         return self._decide(Wanted(key, worker, nbytes, ahead=True))
 

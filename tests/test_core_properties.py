@@ -212,7 +212,11 @@ class Transfers(RuleBasedStateMachine):
     )
     def want(self, key, worker, portion, expected, ahead):
         assume(worker in self.directory.hosts)
-        self.ask(Wanted(key, worker, KEYS[key], portion * KEYS[key] // 10, expected, ahead))
+        event = Wanted(key, worker, KEYS[key], portion * KEYS[key] // 10, expected, ahead)
+        if ahead and any(worker == receiver for _, receiver in self.told):
+            assert self.handle(event) == []
+        else:
+            self.ask(event)
 
     @rule(key=keys, some=st.lists(workers, min_size=2, unique=True), expected=st.integers(1, 20))
     def many_want(self, key, some, expected):

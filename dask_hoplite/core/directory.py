@@ -148,6 +148,8 @@ class Directory:
 
     @_handle.register
     def _wanted(self, event: Wanted) -> list[Instruction]:
+        if event.ahead and self.receives(event.receiver):
+            return []  # it may not begin at once, and others would wait for it
         tree = self._tree(event.key, event.nbytes)
         tree.receivers = max(event.expected, len(tree.transfers) + 1)
         tree.widen(self.cost.fan_out(event.nbytes, tree.receivers))
