@@ -59,3 +59,7 @@ class UnreachableError(HopliteError):
 
 class SourceFailedError(OSError):
     """One source failed; another one may do. Does not leave the package."""
+
+
+class CorruptedError(SourceFailedError):
+    """What came is not what was sent. Does not leave the package."""

@@ -14,6 +14,11 @@ import pytest
 from dask_hoplite.transfer.buffer import Buffer
 from dask_hoplite.transfer.layout import Layout
 from dask_hoplite.transfer.pump import Pump, Receive, Send
+from dask_hoplite.transfer.wire import Wire
+
+#: What receivers of a small object see all of, or nothing
+BLOCK = 4096
+BLOCKS = [bytes([65 + i]) * BLOCK for i in range(3)]
 
 
 def layout(*lengths: int) -> Layout:
@@ -29,6 +34,11 @@ def pair() -> tuple[socket.socket, socket.socket]:
     a.setblocking(False)
     b.setblocking(False)
     return a, b
+
+
+def on_the_wire(data: bytes) -> bytes:
+    wire = Wire(whole(data))
+    return b"".join(wire.sealed(0, wire.nbytes))
 
 
 def content(buffer: Buffer) -> bytes:
@@ -83,11 +93,12 @@ def test_bytes_arrive_through_relays(pump, frames, relays):
 def test_sending_goes_on_from_an_offset(pump):
     async def main():
         a, b = pair()
-        source, target = whole(b"abc", b"defgh"), Buffer(layout(3, 5))
-        target.frames[0][:], target.frames[1][:1] = b"abc", b"d"
-        target.advance(4)
-        await asyncio.gather(pump.make(Send(a, source, 4)), pump.make(Receive(b, target, 1)))
-        assert content(target) == b"abcdefgh"
+        source, target = whole(BLOCKS[0][1:], BLOCKS[1]), Buffer(layout(BLOCK - 1, BLOCK))
+        target.frames[0][:], target.frames[1][:1] = BLOCKS[0][1:], BLOCKS[1][:1]
+        target.advance(BLOCK)
+        sending = pump.make(Send(a, source, BLOCK))
+        await asyncio.gather(sending, pump.make(Receive(b, target, 1)))
+        assert content(target) == content(source)
         a.close(), b.close()
 
     asyncio.run(main())
@@ -97,7 +108,7 @@ def test_what_follows_an_object_is_left_in_the_socket(pump):
     async def main():
         a, b = pair()
         target = Buffer(layout(5))
-        a.send(b"hello, next")
+        a.send(on_the_wire(b"hello") + b", next")
         await pump.make(Receive(b, target, 1))
         assert content(target) == b"hello"
         assert b.recv(100) == b", next"
@@ -111,15 +122,16 @@ def test_a_writer_elsewhere_is_followed(pump):
 
     async def main():
         a, b = pair()
-        source, target = Buffer(layout(6)), Buffer(layout(6))
+        source, target = Buffer(layout(3 * BLOCK)), Buffer(layout(3 * BLOCK))
         sending = asyncio.create_task(pump.make(Send(a, source, 0)))
         receiving = asyncio.create_task(pump.make(Receive(b, target, 1)))
-        for i in range(0, 6, 2):
-            source.piece(i, i + 2)[:] = b"ab"
-            source.advance(2)
-            assert await target.beyond(i + 1) == i + 2
+        for i, block in enumerate(BLOCKS):
+            source.piece(i * BLOCK, (i + 1) * BLOCK)[:] = block
+            source.advance(1)
+            source.advance(BLOCK - 1)
+            assert await target.beyond(i * BLOCK) == (i + 1) * BLOCK
         await asyncio.gather(sending, receiving)
-        assert content(target) == b"ababab"
+        assert content(target) == b"".join(BLOCKS)
         a.close(), b.close()
 
     asyncio.run(main())
@@ -128,10 +140,10 @@ def test_a_writer_elsewhere_is_followed(pump):
 def test_receiver_hears_that_the_sender_is_gone(pump):
     async def main():
         a, b = pair()
-        target = Buffer(layout(5))
+        target = Buffer(layout(2 * BLOCK))
         receiving = asyncio.create_task(pump.make(Receive(b, target, 1)))
-        a.send(b"he")
-        assert await target.beyond(0) == 2
+        a.send(on_the_wire(b"".join(BLOCKS[:2]))[:-1])
+        assert await target.beyond(0) == BLOCK
         a.close()
         with pytest.raises(ConnectionResetError, match="closed the connection"):
             await receiving
@@ -171,15 +183,15 @@ def test_sender_notices_a_peer_that_speaks_out_of_turn(pump):
 def test_failure_of_what_is_relayed_comes_after_what_there_is(pump):
     async def main():
         a, b = pair()
-        source, target = Buffer(layout(5)), Buffer(layout(5))
+        source, target = Buffer(layout(2 * BLOCK)), Buffer(layout(2 * BLOCK))
         sending = asyncio.create_task(pump.make(Send(a, source, 0)))
         receiving = asyncio.create_task(pump.make(Receive(b, target, 1)))
-        source.piece(0, 2)[:] = b"he"
-        source.advance(2)
+        source.piece(0, BLOCK)[:] = BLOCKS[0]
+        source.advance(BLOCK + 1)
         source.fail(ValueError("no more"))
         with pytest.raises(ValueError, match="no more"):
             await sending
-        assert await target.beyond(1) == 2
+        assert await target.beyond(1) == BLOCK
         receiving.cancel()
         await asyncio.wait({receiving})
         a.close(), b.close()
@@ -190,17 +202,17 @@ def test_failure_of_what_is_relayed_comes_after_what_there_is(pump):
 def test_a_cancelled_move_touches_nothing_any_more(pump):
     async def main():
         a, b = pair()
-        target = Buffer(layout(5))
+        target = Buffer(layout(2 * BLOCK))
         receiving = asyncio.create_task(pump.make(Receive(b, target, 1)))
-        a.send(b"he")
+        a.send(on_the_wire(BLOCKS[0]))
         await target.beyond(0)
         receiving.cancel()
         await asyncio.wait({receiving})
-        a.send(b"llo")
-        other = Buffer(layout(3))
+        a.send(on_the_wire(b"hello"))
+        other = Buffer(layout(5))
         await pump.make(Receive(b, other, 1))  # another one finds all that the first left
-        assert target.received == 2
-        assert content(other) == b"llo"
+        assert target.received == BLOCK
+        assert content(other) == b"hello"
         a.close(), b.close()
 
     asyncio.run(main())

@@ -244,8 +244,8 @@ async def test_a_push_that_is_given_up_leaves_nothing(c, s, a, started):
     entry = extension.expected["x"].entry
     await until(lambda: entry.buffer.done())
     if started:
-        buffer.piece(0, 1000)[:] = memoryview(frames[0])[:1000]
-        buffer.advance(1000)
+        buffer.piece(0, layout.block)[:] = memoryview(frames[0])[: layout.block]
+        buffer.advance(layout.block)
         await until(lambda: entry.buffer.result().received)
     copies.abort(["x"], "test")
     await until(lambda: not extension.expected)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 
 import numpy as np
 import pytest
@@ -241,9 +242,13 @@ def test_a_source_that_fails_while_it_is_left_is_nobodys_loss():
 
 
 def test_copying_what_there_is():
-    one, other = Buffer(Layout("i", b"", (3, 0, 5))), Buffer(Layout("i", b"", (3, 0, 5)))
-    one.frames[0][:], one.frames[2][:2] = b"abc", b"de"
-    one.advance(5)
-    assert other.copy_from(one) == 5
+    layout = Layout("i", b"", (3, 0, 9000))
+    one, other = Buffer(layout), Buffer(layout)
+    data = os.urandom(9003)
+    one.frames[0][:], one.frames[2][:] = data[:3], data[3:]
+    one.advance(9000)
+    assert other.copy_from(one) == 8192, "whole blocks"
     assert other.received == 0
-    assert bytes(other.frames[0]) + bytes(other.frames[2][:2]) == b"abcde"
+    assert bytes(other.frames[0]) + bytes(other.frames[2][:8189]) == data[:8192]
+    one.advance(3)
+    assert other.copy_from(one) == 9003

@@ -11,7 +11,7 @@ from itertools import accumulate
 
 from distributed.protocol.utils import host_array
 
-from dask_hoplite.transfer.layout import Layout
+from dask_hoplite.transfer.layout import DIGEST, Layout
 
 
 class Buffer:
@@ -34,6 +34,10 @@ class Buffer:
         self.frames = [host_array(n) for n in layout.lengths] if frames is None else frames
         self.nbytes = layout.nbytes
         self.received = self.nbytes if frames is not None else 0
+        self.arrived = self.received  #: the same, or more, with what is not yet checked
+        blocks = -(-self.nbytes // layout.block)
+        self.digests = bytearray(DIGEST * blocks)  #: see :mod:`~dask_hoplite.transfer.wire`
+        self.sealed = bytearray(blocks)  #: which of them are there
         self._ends = list(accumulate(layout.lengths))
         self.error: BaseException | None = None  #: why no more bytes will come
         self._followers: dict[Callable[[], None], None] = {}
@@ -80,8 +84,10 @@ class Buffer:
         return self.frames
 
     def copy_from(self, other: Buffer) -> int:
-        """Copy what there is of an equally laid out buffer; return its length, uncounted."""
+        """Copy whole blocks that an equally laid out buffer has; return their length, uncounted."""
         nbytes, offset = other.received, 0
+        if not other.complete:
+            nbytes -= nbytes % self.layout.block
         while offset < nbytes:
             piece = other.piece(offset, nbytes)
             self.piece(offset, nbytes)[:] = piece
@@ -91,6 +97,7 @@ class Buffer:
     def advance(self, nbytes: int) -> None:
         """Count bytes that were written behind those that are there."""
         self.received += nbytes
+        self.arrived = max(self.arrived, self.received)
         self._call()
 
     def fail(self, error: BaseException) -> None:

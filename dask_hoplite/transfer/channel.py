@@ -17,6 +17,10 @@ from tornado.iostream import IOStream, StreamClosedError
 
 from dask_hoplite.transfer.buffer import Buffer
 from dask_hoplite.transfer.pump import PIECE, PUMP, Move, Receive, Send
+from dask_hoplite.transfer.wire import Wire
+
+#: Bytes that are taken at once where they cannot be received in their place.
+WINDOW = 2**20
 
 
 def path(comm: Comm, address: str) -> str:
@@ -45,14 +49,17 @@ async def send(comm: Comm, buffer: Buffer, offset: int) -> None:
             if offset < buffer.nbytes:
                 await _pumped(stream, Send(stream.socket, buffer, offset))
             return
-        while offset < buffer.nbytes:
-            have = await buffer.beyond(offset)
-            piece = buffer.piece(offset, min(have, offset + PIECE))
+        wire = Wire(buffer)
+        position = wire.position(offset)
+        while position < wire.nbytes:
+            block = min(wire.offset(position) + wire.block, buffer.nbytes)
+            have = wire.position(await buffer.beyond(block - 1))
+            data = b"".join(wire.sealed(position, min(have, position + PIECE)))
             if isinstance(comm, TCP):
-                await _stream(comm).write(piece)
+                await _stream(comm).write(data)
             else:
-                await comm.write({"bytes": bytes(piece)})
-            offset += len(piece)
+                await comm.write({"bytes": data})
+            position += len(data)
     except StreamClosedError as error:
         comm.abort()
         convert_stream_closed_error(comm, error)
@@ -84,8 +91,7 @@ async def receive(comm: Comm, buffer: Buffer, hops: int = 1) -> None:
         elif isinstance(comm, TCP):
             await _receive_stream(comm, buffer)
         else:
-            while not buffer.complete:
-                buffer.advance(await _read_message(comm, buffer))
+            await _receive_messages(comm, buffer)
     except StreamClosedError as error:
         comm.abort()
         convert_stream_closed_error(comm, error)
@@ -96,11 +102,13 @@ async def receive(comm: Comm, buffer: Buffer, hops: int = 1) -> None:
 
 async def _receive_stream(comm: TCP, buffer: Buffer) -> None:
     """Take bytes by the event loop."""
-    while not buffer.complete:
-        view = buffer.piece(buffer.received, buffer.received + PIECE)
-        read = _stream(comm).read_into(view, partial=True)  # type: ignore[arg-type]
+    wire = Wire(buffer)
+    position = wire.position(buffer.received)
+    window = memoryview(bytearray(min(WINDOW, wire.nbytes - position)))
+    while position < wire.nbytes:
+        read = _stream(comm).read_into(window[: wire.nbytes - position], partial=True)  # type: ignore[arg-type]
         more = read.done()  # type: ignore[attr-defined]
-        buffer.advance(await read)
+        position = _take(wire, position, window[: await read])
         if more:
             # A fast sender always has more: let those run who send it on.
             await asyncio.sleep(0)
@@ -108,12 +116,14 @@ async def _receive_stream(comm: TCP, buffer: Buffer) -> None:
 
 async def _receive_socket(comm: TCP, buffer: Buffer, hops: int) -> None:
     """Take bytes by the pump."""
-    stream = _stream(comm)
-    while stream._read_buffer_size and not buffer.complete:
-        view = buffer.piece(buffer.received, buffer.nbytes)
-        buffer.advance(await stream.read_into(view, partial=True))  # type: ignore[arg-type]
-    if not buffer.complete:
-        await _pumped(stream, Receive(stream.socket, buffer, hops))
+    stream, wire = _stream(comm), Wire(buffer)
+    position = wire.position(buffer.received)
+    if came := min(stream._read_buffer_size, wire.nbytes - position):  # with the answer
+        window = memoryview(bytearray(came))
+        await stream.read_into(window)  # type: ignore[arg-type]
+        position = _take(wire, position, window)
+    if position < wire.nbytes:
+        await _pumped(stream, Receive(stream.socket, buffer, hops, position))
 
 
 async def _pumped(stream: IOStream, move: Move) -> None:
@@ -176,15 +186,20 @@ async def receive_marks(comm: Comm, buffer: Buffer) -> None:
         raise
 
 
-async def _read_message(comm: Comm, buffer: Buffer) -> int:
-    data = (await comm.read())["bytes"]
-    offset = buffer.received
-    done = 0
-    while done < len(data):
-        piece = buffer.piece(offset + done, offset + len(data))
-        piece[:] = data[done : done + len(piece)]
-        done += len(piece)
-    return done
+async def _receive_messages(comm: Comm, buffer: Buffer) -> None:
+    """Take bytes that come in messages."""
+    wire = Wire(buffer)
+    position = wire.position(buffer.received)
+    while position < wire.nbytes:
+        position = _take(wire, position, memoryview((await comm.read())["bytes"]))
+
+
+def _take(wire: Wire, position: int, data: memoryview) -> int:
+    """Put what came where it belongs, and check it; return up to where all is there."""
+    wire.put(position, data)
+    position += len(data)
+    wire.check(position)
+    return position
 
 
 def _stream(comm: TCP) -> IOStream:

@@ -11,6 +11,13 @@ from distributed.metrics import context_meter
 from distributed.protocol.serialize import merge_and_deserialize, serialize
 from distributed.utils import ensure_memoryview
 
+#: Bytes of the digest that follows each block on the wire
+DIGEST = 8
+
+#: Blocks are this share of an object, which is what their checks may delay a hop, within bounds:
+#: small ones cost time for each, and of large ones many bytes come again if one is damaged.
+BLOCKS, SMALLEST, LARGEST = 2048, 4 * 2**10, 256 * 2**10
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -35,6 +42,18 @@ class Layout:
     def nbytes(self) -> int:
         """Bytes of all frames together."""
         return sum(self.lengths)
+
+    @property
+    def block(self) -> int:
+        """Bytes that get a digest, of which receivers see all or nothing. A power of two."""
+        share = -(-self.nbytes // BLOCKS)
+        return min(max(1 << (share - 1).bit_length(), SMALLEST), LARGEST)
+
+    def stream_length(self, offset: int) -> int:
+        """Bytes that go over the wire from the block of an offset on."""
+        nbytes, block = self.nbytes, self.block
+        offset = offset if offset == nbytes else offset // block * block
+        return nbytes - offset + DIGEST * -(-(nbytes - offset) // block)
 
     def to_message(self) -> dict[str, Any]:
         """As a part of a Dask message."""

@@ -27,6 +27,7 @@ from dask_hoplite.core.instructions import Instruction, NoSource, Pull, Wait
 from dask_hoplite.core.watch import Watch
 from dask_hoplite.exceptions import (
     CancelledPullError,
+    CorruptedError,
     NotInstalledError,
     ObjectLostError,
     SourceFailedError,
@@ -159,6 +160,7 @@ class Incoming:
         self.shares_host = self.early = False
         self.hops = 1
         self.rate = 0.0
+        self.doubtful: set[str] = set()  # sources of which something else came than was sent
         self.waiters = 0
         self.asked = self.first_byte = self.stop = monotonic()
         self.task = asyncio.create_task(self._run(), name=f"hoplite-pull-{key}")
@@ -174,6 +176,11 @@ class Incoming:
     def received(self) -> int:
         """Bytes that are there."""
         return self.buffer.received if self.buffer is not None else 0
+
+    @property
+    def arrived(self) -> int:
+        """The same, or more, with what is not yet checked."""
+        return self.buffer.arrived if self.buffer is not None else 0
 
     def _end(self) -> None:
         if not self.waiters:  # all have gone before it ended
@@ -232,6 +239,11 @@ class Incoming:
             self.rate = told.rate
             try:
                 instead = await self._follow()
+            except CorruptedError as error:
+                if self.source in self.doubtful:
+                    told = await puller.tell(self._report(SourceFailed, reason=_why(error)))
+                else:  # it may have happened on the way
+                    self.doubtful.add(self.source)
             except OSError as error:
                 told = await puller.tell(self._report(SourceFailed, reason=_why(error)))
             else:
@@ -259,10 +271,10 @@ class Incoming:
             )
         )
         try:
-            watch = Watch(puller.stall_timeout, self.rate, self.received, self.asked)
+            watch = Watch(puller.stall_timeout, self.rate, self.arrived, self.asked)
             while not taking.done():
                 await asyncio.wait({taking}, timeout=watch.interval)
-                finding = None if taking.done() else watch.look(self.received, monotonic())
+                finding = None if taking.done() else watch.look(self.arrived, monotonic())
                 if finding == "progressed":
                     puller.report(self._report(Progressed))
                 elif finding is not None:

@@ -17,10 +17,13 @@ from collections import deque
 from time import monotonic
 
 from dask_hoplite.transfer.buffer import Buffer
+from dask_hoplite.transfer.layout import DIGEST
+from dask_hoplite.transfer.wire import Wire
 
 #: The most that is read or written at once, in bytes: so long do the others wait, and whoever wants
-#: to stop a move (a copy of 4 MiB takes about 1 ms). Far more than a socket holds.
-PIECE = 4 * 2**20
+#: to stop a move (a copy of 4 MiB takes about 1 ms). Far more than a socket holds. And the least
+#: that is tried, since to say where bytes are takes time too.
+PIECE, LEAST = 4 * 2**20, 128 * 2**10
 
 #: Each wake-up has its price, whatever it brings, and so it pays to let bytes gather. All hops
 #: together may be late by this share of the whole transfer; one by so many seconds.
@@ -45,6 +48,8 @@ class Move(ABC):
         self.done = self.loop.create_future()
         self.socket = connection.dup()
         self.buffer = buffer
+        self.wire = Wire(buffer)
+        self.stride = LEAST  # what is tried at once: about twice what went the last time
         self.interest = 0  # what the pump waits for; only its thread touches this
         self.over = False
         self._lock = threading.Lock()  # held while bytes move
@@ -66,6 +71,9 @@ class Move(ABC):
             if not interest:
                 self._end(None)
             return interest
+
+    def _passed(self, count: int) -> None:
+        self.stride = min(max(2 * count, LEAST), PIECE)
 
     def stop(self) -> bool:
         """Touch neither socket nor buffer from now on; return whether that would have been done."""
@@ -96,6 +104,8 @@ class Receive(Move):
         As for :class:`Move`.
     hops : int
         How many receivers there may be in a row, of which this is one.
+    position : int, optional
+        Up to where on the wire all has come, if that is not only whole blocks.
 
     Notes
     -----
@@ -103,34 +113,41 @@ class Receive(Move):
     part of the time that the whole object takes (``SO_RCVLOWAT``).
     """
 
-    def __init__(self, connection: socket.socket, buffer: Buffer, hops: int):
+    def __init__(
+        self, connection: socket.socket, buffer: Buffer, hops: int, position: int | None = None
+    ):
         super().__init__(connection, buffer)
         self.share = GATHER_SHARE / hops
         self.start = monotonic()
-        self.first = buffer.received
+        self.position = self.wire.position(buffer.received) if position is None else position
+        self.first = self.position
         self.mark = 1
 
     def advance(self, events: int) -> int:
-        buffer = self.buffer
-        if not buffer.complete:
+        wire = self.wire
+        if self.position < wire.nbytes:
+            room = wire.pieces(self.position, min(self.position + self.stride, wire.nbytes))
             try:
-                count = self.socket.recv_into(
-                    buffer.piece(buffer.received, buffer.received + PIECE)
-                )
+                count, *_ = self.socket.recvmsg_into(room)
             except BlockingIOError:
                 return READ
             if not count:
                 raise ConnectionResetError("the other end closed the connection")
-            buffer.advance(count)
+            self.position += count
+            self._passed(count)
+            wire.check(self.position)
         self._gather()
-        return 0 if buffer.complete else READ
+        return 0 if self.position == wire.nbytes else READ
 
     def _gather(self) -> None:
-        missing = self.buffer.nbytes - self.buffer.received
+        missing = self.wire.nbytes - self.position
         elapsed = monotonic() - self.start
-        rate = (self.buffer.received - self.first) / max(elapsed, 1e-6)
-        delay = min(self.buffer.nbytes / max(rate, 1) * self.share, GATHER_MOST)
-        mark = max(min(int(rate * delay), missing, PIECE), 1)
+        rate = (self.position - self.first) / max(elapsed, 1e-6)
+        delay = min(self.wire.nbytes / max(rate, 1) * self.share, GATHER_MOST)
+        # Up to the end of a block, as nobody sees a part of one.
+        unit = self.wire.block + DIGEST
+        end = -(-(self.position + min(int(rate * delay), PIECE)) // unit) * unit
+        mark = max(min(end - self.position, missing), 1)
         if mark != self.mark and (self.mark > missing or not self.mark / 2 < mark < self.mark * 2):
             self.mark = mark
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, mark)
@@ -141,7 +158,7 @@ class Send(Move):
 
     def __init__(self, connection: socket.socket, buffer: Buffer, offset: int):
         super().__init__(connection, buffer)
-        self.offset = offset
+        self.position = self.wire.position(offset)
 
     def advance(self, events: int) -> int:
         if events & READ:  # nothing is to come but the end
@@ -149,16 +166,19 @@ class Send(Move):
             raise ConnectionResetError(
                 "the other end spoke out of turn" if said else "the other end closed the connection"
             )
-        buffer, have = self.buffer, self.buffer.received
-        if self.offset < have:
+        wire, buffer = self.wire, self.buffer
+        have = wire.position(buffer.received)
+        if self.position < have:
+            pieces = wire.sealed(self.position, min(self.position + self.stride, have))
             with contextlib.suppress(BlockingIOError):
-                piece = buffer.piece(self.offset, min(have, self.offset + PIECE))
-                self.offset += self.socket.send(piece)
-        if self.offset == buffer.nbytes:
+                count = self.socket.sendmsg(pieces)
+                self.position += count
+                self._passed(count)
+        if self.position == wire.nbytes:
             return 0
-        if self.offset == have and buffer.error is not None:
+        if self.position == have and buffer.error is not None:
             raise buffer.error
-        return READ | WRITE if self.offset < have else READ
+        return READ | WRITE if self.position < have else READ
 
 
 class Pump:

@@ -1,0 +1,118 @@
+"""An object's bytes as they go over the wire: blocks, each followed by its digest.
+
+TCP's sixteen bits let damage pass now and then, and know nothing of a relay's memory. So the first
+source makes a digest of each block, relays pass it on as it came, and whoever receives a block
+looks at it before the block counts as received: before it is served on, and before it is used.
+
+The digest is XXH3 of 64 bits (Y. Collet, https://xxhash.com), seeded with the number of the block,
+so that one in a wrong place is found too. It helps against mishaps; against attackers, TLS does.
+"""
+
+from __future__ import annotations
+
+from xxhash import xxh3_64, xxh3_64_digest
+
+from dask_hoplite.exceptions import CorruptedError
+from dask_hoplite.transfer.buffer import Buffer
+from dask_hoplite.transfer.layout import DIGEST
+
+#: The most pieces in one list. Less than what one system call takes.
+MOST = 512
+
+
+class Wire:
+    """A buffer, as the stream of blocks and digests that goes over the wire.
+
+    Positions count bytes of that stream, offsets those of the object. A receiver always goes on at
+    the beginning of a block.
+
+    Parameters
+    ----------
+    buffer : Buffer
+        The object's bytes.
+    """
+
+    def __init__(self, buffer: Buffer):
+        self.buffer = buffer
+        self.block = buffer.layout.block
+        self.digests = memoryview(buffer.digests)
+        self.nbytes = buffer.layout.stream_length(0)
+
+    def position(self, offset: int) -> int:
+        """Where the block of an offset begins: up to there, blocks before it are complete."""
+        return self.nbytes - self.buffer.layout.stream_length(offset)
+
+    def offset(self, position: int) -> int:
+        """How much of the object is in complete blocks before a position."""
+        if position == self.nbytes:
+            return self.buffer.nbytes
+        return position // (self.block + DIGEST) * self.block
+
+    def pieces(self, start: int, stop: int) -> list[memoryview]:
+        """The memory of ``[start, stop)``, or of the first part of it, to receive into."""
+        found: list[memoryview] = []
+        while start < stop and len(found) < MOST:
+            index, inside = divmod(start, self.block + DIGEST)
+            begin = index * self.block
+            end = min(begin + self.block, self.buffer.nbytes)
+            if begin + inside < end:
+                piece = self.buffer.piece(begin + inside, min(end, begin + inside + stop - start))
+            else:
+                at = index * DIGEST + begin + inside - end
+                piece = self.digests[at : min((index + 1) * DIGEST, at + stop - start)]
+            found.append(piece)
+            start += len(piece)
+        return found
+
+    def sealed(self, start: int, stop: int) -> list[memoryview]:
+        """The same, to be sent: with the digests. The blocks must be complete."""
+        unit = self.block + DIGEST
+        for index in range(start // unit, -(-stop // unit)):
+            if not self.buffer.sealed[index]:
+                self.digests[index * DIGEST : (index + 1) * DIGEST] = self._digest(index)
+                self.buffer.sealed[index] = True
+        return self.pieces(start, stop)
+
+    def put(self, position: int, data: memoryview) -> None:
+        """Copy what came at a position to where it belongs."""
+        while data:
+            for piece in self.pieces(position, position + len(data)):
+                piece[:] = data[: len(piece)]
+                position += len(piece)
+                data = data[len(piece) :]
+
+    def check(self, position: int) -> None:
+        """Count what has come up to a position as received, if it is what was sent.
+
+        Raises
+        ------
+        CorruptedError
+            If a block is not. It is not counted, and must come again.
+        """
+        buffer = self.buffer
+        offset = start = buffer.received
+        stop = self.offset(position)
+        buffer.arrived = position
+        try:
+            while offset < stop:
+                index = offset // self.block
+                if self._digest(index) != self.digests[index * DIGEST : (index + 1) * DIGEST]:
+                    raise CorruptedError(f"bytes from {offset} on are not those that were sent")
+                buffer.sealed[index] = True
+                offset = min(offset + self.block, buffer.nbytes)
+        finally:
+            if offset > start:
+                buffer.advance(offset - start)
+
+    def _digest(self, index: int) -> bytes:
+        offset = index * self.block
+        stop = min(offset + self.block, self.buffer.nbytes)
+        piece = self.buffer.piece(offset, stop)
+        if len(piece) == stop - offset:
+            return xxh3_64_digest(piece, seed=index)
+        digest = xxh3_64(seed=index)
+        while offset < stop:
+            piece = self.buffer.piece(offset, stop)
+            digest.update(piece)
+            offset += len(piece)
+        return digest.digest()
