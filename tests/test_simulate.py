@@ -378,6 +378,23 @@ def test_violations_would_show(monkeypatch):
     assert any("left: " in violation for violation in result.violations)
 
 
+def test_a_source_that_is_frozen_for_good(monkeypatch):
+    """All have equal parts, and are not sent to each other one after the other (seed 9240)."""
+    gave_up = []
+    plain = Simulation.give_up
+
+    def give_up(sim, *args, **kwargs):
+        gave_up.append(sim.now)
+        plain(sim, *args, **kwargs)
+
+    monkeypatch.setattr(Simulation, "give_up", give_up)
+    faults = [Fault(5.0, "freeze", "origin0")]
+    result = simulate(40, 10**9, **PLAIN, faults=faults)
+    assert not result.violations
+    assert len(result.failed) == len(gave_up) == 40
+    assert max(gave_up) < 5 + 30 + 3 * 1.5, "patience, and some words"
+
+
 def test_cycles_would_show():
     directory = Directory(lambda key: [])
     directory.handle(Pushed("x", "a", 10, "b"), 0.0)

@@ -263,6 +263,13 @@ class Directory:
             # A push from outside: only whoever pushes can do something about it.
             return self._stay(transfer, "the sender is outside")
         transfer.rate = 0.0
+        patience = PATIENCE * self.stall_timeout
+        if self.now - max(tree.moved, transfer.moved) >= patience:
+            whole = self._whole(tree)
+            if whole <= {*transfer.tried, *(t.source for t in tree.transfers.values())}:
+                # Those who have parts of it would be sent to each other, one after the other.
+                transfer.tried |= dict.fromkeys(whole, f"gave nobody anything for {patience:.0f} s")
+                return self._no_source(tree, transfer)
         why = f"sent nothing for {self.stall_timeout:.1f} s"
         if peer is not None:
             quiet = self.now - peer.heard
@@ -275,7 +282,7 @@ class Directory:
                 tree.mute(peer)
                 why = f"silent for {quiet:.1f} s"
         alone = self._choose(tree, transfer, without={source}) is None
-        if alone and self.now - transfer.moved < PATIENCE * self.stall_timeout:
+        if alone and self.now - transfer.moved < patience:
             # It may be computing, serialising, or reading from its disk.
             return self._stay(transfer, f"{source} {why}, but there is no other source")
         return self._replace_source(tree, transfer, why)
@@ -350,6 +357,9 @@ class Directory:
         choice = self._choose(tree, transfer)
         if choice is not None:
             return [self._connect(tree, transfer, choice)]
+        return self._no_source(tree, transfer)
+
+    def _no_source(self, tree: Tree, transfer: Transfer) -> list[Instruction]:
         tried = dict(transfer.tried)
         reason = "every source failed" if tried else "no worker holds it"
         self._end(tree, transfer, reason)
@@ -359,9 +369,7 @@ class Directory:
         self, tree: Tree, transfer: Transfer, without: Collection[str] = (), *, free: bool = False
     ) -> Choice | None:
         """The best source for a receiver, apart from those that have failed it, and some more."""
-        # Whoever landed is a complete copy that ``holders`` may not know yet.
-        self._forget_landed(tree)
-        whole = {*self.holders(tree.key), *tree.landed}
+        whole = self._whole(tree)
         tried = transfer.tried
         transfer.tried = {**tried, **dict.fromkeys(without, "")}
         able = transfer.tried
@@ -373,6 +381,11 @@ class Directory:
             choice = tree.choose(transfer, whole, free=free)
         transfer.tried = tried
         return choice
+
+    def _whole(self, tree: Tree) -> set[str]:
+        """Who has all of it. Whoever landed has, though ``holders`` may not know yet."""
+        self._forget_landed(tree)
+        return {*self.holders(tree.key), *tree.landed}
 
     def _shunned_by(self, receiver: str) -> list[str]:
         """Sources that gave nothing to a receiver lately: only if there is nobody else."""
@@ -499,7 +512,7 @@ class Directory:
         gained = received - transfer.received
         transfer.received = received
         if gained > 0:
-            transfer.moved = self.now
+            transfer.moved = self.trees[transfer.key].moved = self.now
         if gained > 0 and transfer.source is not None:
             self.bytes_in[transfer.receiver] += gained
             if transfer.source in self.hosts:

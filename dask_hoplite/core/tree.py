@@ -71,6 +71,7 @@ class Tree:
         self.fan_out = 1
         self.failed_trials = 0  #: how often it has not helped to pass one that seemed to be slow
         self.next_trial = -math.inf  #: when it may be tried again
+        self.moved = -math.inf  #: when anybody got anything
         self.receivers = 1  #: about how many there are, or will be
         self.transfers: dict[str, Transfer] = {}
         self.landed: dict[str, float] = {}  # and when
