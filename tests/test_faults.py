@@ -133,7 +133,7 @@ def test_another_serialisation_is_gone_on_with_if_it_begins_equally(equal, monke
         value = array(900_000, seed=0 if equal else 1)
         b.update_data({x.key: value}, stimulus_id="test")
         ts = s.tasks[x.key]
-        breaks_after(a, 500 * 2**10, lambda: s.add_replica(ts, s.workers[b.address]))
+        breaks_after(a, 512 * 2**10, lambda: s.add_replica(ts, s.workers[b.address]))
         extension, begun = receiver.plugins["hoplite"], []
         monkeypatch.setattr(
             pull, "make_room", lambda layout, _: begun.append(layout.nbytes) or Buffer(layout)
@@ -144,7 +144,7 @@ def test_another_serialisation_is_gone_on_with_if_it_begins_equally(equal, monke
         first, second = plugin(s).directory.log()
         assert (first["source"], second["source"]) == (a.address, b.address)
         # The directory knows nothing of serialisations.
-        assert second["resumed_from"] == first["received"] == 500 * 2**10
+        assert second["resumed_from"] == first["received"] == 512 * 2**10
         assert begun == [900_000] if equal else [900_000] * 2
 
     test()

@@ -17,7 +17,7 @@ from dask_hoplite.transfer.pump import Pump, Receive, Send
 from dask_hoplite.transfer.wire import Wire
 
 #: What receivers of a small object see all of, or nothing
-BLOCK = 4096
+BLOCK = 16 * 2**10
 BLOCKS = [bytes([65 + i]) * BLOCK for i in range(3)]
 
 

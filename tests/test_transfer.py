@@ -242,13 +242,13 @@ def test_a_source_that_fails_while_it_is_left_is_nobodys_loss():
 
 
 def test_copying_what_there_is():
-    layout = Layout("i", b"", (3, 0, 9000))
+    layout = Layout("i", b"", (3, 0, 40_000))
     one, other = Buffer(layout), Buffer(layout)
-    data = os.urandom(9003)
+    data = os.urandom(40_003)
     one.frames[0][:], one.frames[2][:] = data[:3], data[3:]
-    one.advance(9000)
-    assert other.copy_from(one) == 8192, "whole blocks"
+    one.advance(40_000)
+    assert other.copy_from(one) == 32_768, "whole blocks"
     assert other.received == 0
-    assert bytes(other.frames[0]) + bytes(other.frames[2][:8189]) == data[:8192]
+    assert bytes(other.frames[0]) + bytes(other.frames[2][:32_765]) == data[:32_768]
     one.advance(3)
-    assert other.copy_from(one) == 9003
+    assert other.copy_from(one) == 40_003

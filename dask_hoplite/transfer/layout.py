@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import uuid
 from dataclasses import dataclass
+from math import isqrt
 from typing import Any
 
 from distributed.metrics import context_meter
@@ -14,9 +15,8 @@ from distributed.utils import ensure_memoryview
 #: Bytes of the digest that follows each block on the wire
 DIGEST = 8
 
-#: Blocks are this share of an object, which is what their checks may delay a hop, within bounds:
-#: small ones cost time for each, and of large ones many bytes come again if one is damaged.
-BLOCKS, SMALLEST, LARGEST = 2048, 4 * 2**10, 256 * 2**10
+#: Bytes of the least and of the largest block
+SMALLEST, LARGEST = 16 * 2**10, 256 * 2**10
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,13 @@ class Layout:
 
     @property
     def block(self) -> int:
-        """Bytes that get a digest, of which receivers see all or nothing. A power of two."""
-        share = -(-self.nbytes // BLOCKS)
-        return min(max(1 << (share - 1).bit_length(), SMALLEST), LARGEST)
+        """Bytes that get a digest, of which receivers see all or nothing. A power of two.
+
+        Each block costs some time, and a hop is behind by one: in a pipeline, the best size grows
+        like the square root of the whole.
+        """
+        share = min(max(8 * isqrt(self.nbytes), SMALLEST), LARGEST)
+        return 1 << share.bit_length() - 1
 
     def stream_length(self, offset: int) -> int:
         """Bytes that go over the wire from the block of an offset on."""

@@ -35,42 +35,51 @@ class Wire:
     def __init__(self, buffer: Buffer):
         self.buffer = buffer
         self.block = buffer.layout.block
+        self.unit = self.block + DIGEST
         self.digests = memoryview(buffer.digests)
-        self.nbytes = buffer.layout.stream_length(0)
+        self.nbytes = buffer.nbytes + len(self.digests)
+        self.only = buffer.frames[0] if len(buffer.frames) == 1 else None
 
     def position(self, offset: int) -> int:
         """Where the block of an offset begins: up to there, blocks before it are complete."""
-        return self.nbytes - self.buffer.layout.stream_length(offset)
+        if offset == self.buffer.nbytes:
+            return self.nbytes
+        return offset // self.block * self.unit
 
     def offset(self, position: int) -> int:
         """How much of the object is in complete blocks before a position."""
         if position == self.nbytes:
             return self.buffer.nbytes
-        return position // (self.block + DIGEST) * self.block
+        return position // self.unit * self.block
 
     def pieces(self, start: int, stop: int) -> list[memoryview]:
         """The memory of ``[start, stop)``, or of the first part of it, to receive into."""
         found: list[memoryview] = []
-        while start < stop and len(found) < MOST:
-            index, inside = divmod(start, self.block + DIGEST)
-            begin = index * self.block
-            end = min(begin + self.block, self.buffer.nbytes)
-            if begin + inside < end:
-                piece = self.buffer.piece(begin + inside, min(end, begin + inside + stop - start))
+        index, inside = divmod(start, self.unit)
+        left = stop - start
+        while left > 0 and len(found) < MOST:
+            begin = index * self.block + inside
+            end = min(index * self.block + self.block, self.buffer.nbytes)
+            if begin < end:
+                piece = self._piece(begin, min(end, begin + left))
             else:
-                at = index * DIGEST + begin + inside - end
-                piece = self.digests[at : min((index + 1) * DIGEST, at + stop - start)]
+                first = index * DIGEST
+                piece = self.digests[first + begin - end : first + min(DIGEST, begin - end + left)]
+                if begin - end + len(piece) == DIGEST:
+                    index += 1
+                    inside = -len(piece)
             found.append(piece)
-            start += len(piece)
+            inside += len(piece)
+            left -= len(piece)
         return found
 
     def sealed(self, start: int, stop: int) -> list[memoryview]:
         """The same, to be sent: with the digests. The blocks must be complete."""
-        unit = self.block + DIGEST
-        for index in range(start // unit, -(-stop // unit)):
-            if not self.buffer.sealed[index]:
+        sealed = self.buffer.sealed
+        for index in range(start // self.unit, -(-stop // self.unit)):
+            if not sealed[index]:
                 self.digests[index * DIGEST : (index + 1) * DIGEST] = self._digest(index)
-                self.buffer.sealed[index] = True
+                sealed[index] = True
         return self.pieces(start, stop)
 
     def put(self, position: int, data: memoryview) -> None:
@@ -107,12 +116,17 @@ class Wire:
     def _digest(self, index: int) -> bytes:
         offset = index * self.block
         stop = min(offset + self.block, self.buffer.nbytes)
-        piece = self.buffer.piece(offset, stop)
+        piece = self._piece(offset, stop)
         if len(piece) == stop - offset:
             return xxh3_64_digest(piece, seed=index)
         digest = xxh3_64(seed=index)
         while offset < stop:
-            piece = self.buffer.piece(offset, stop)
+            piece = self._piece(offset, stop)
             digest.update(piece)
             offset += len(piece)
         return digest.digest()
+
+    def _piece(self, offset: int, stop: int) -> memoryview:
+        if self.only is not None:  # it is done for each block
+            return self.only[offset:stop]
+        return self.buffer.piece(offset, stop)
