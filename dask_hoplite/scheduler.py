@@ -17,6 +17,7 @@ from distributed.active_memory_manager import (
     ReduceReplicas,
     SuggestionGenerator,
 )
+from distributed.comm.core import Comm
 from distributed.core import Status
 from distributed.protocol.pickle import dumps
 from distributed.scheduler import TaskState, WorkerState
@@ -31,6 +32,8 @@ from dask_hoplite.core.instructions import Cancel, Instruction
 from dask_hoplite.core.wishes import Wishes
 from dask_hoplite.exceptions import ObjectLostError
 from dask_hoplite.messages import decode, encode
+from dask_hoplite.transfer.relay import relay
+from dask_hoplite.transfer.serve import NoReply
 from dask_hoplite.worker import TOPIC, HopliteWorker
 
 logger = logging.getLogger(__name__)
@@ -128,6 +131,7 @@ class Hoplite(SchedulerPlugin):
             "hoplite_abort": self.abort,
             "hoplite_broadcast": copies.broadcast,
             "hoplite_locate": self.locate,
+            "hoplite_relay": self.relay,
             "hoplite_transfers": self.transfers,
             "hoplite_status": self.status,
         }
@@ -374,7 +378,15 @@ class Hoplite(SchedulerPlugin):
 
     async def hello(self) -> dict[str, Any]:
         """What a client must know to take part."""
-        return {"version": dask_hoplite.__version__, "min_size": self.config.min_size}
+        return {
+            "version": dask_hoplite.__version__,
+            "min_size": self.config.min_size,
+            "stall_timeout": self.config.stall_timeout,
+        }
+
+    async def relay(self, comm: Comm, worker: str) -> NoReply:
+        """A client has something to ask a worker that it does not reach itself."""
+        return await relay(comm, self.scheduler.rpc, worker, self.scheduler.workers)
 
     async def abort(self, keys: list[Key], reason: str) -> None:
         """A client gives up objects that it was about to push."""

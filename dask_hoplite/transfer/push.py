@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-
-from distributed.core import ConnectionPool, send_recv
+from distributed.core import send_recv
 
 from dask_hoplite.core.events import Key
 from dask_hoplite.exceptions import TransferError
 from dask_hoplite.transfer.buffer import Buffer
 from dask_hoplite.transfer.channel import send, send_marks
+from dask_hoplite.transfer.relay import Connections
 from dask_hoplite.transfer.shared import SharedBuffer, affinity
 
 
-async def push(rpc: ConnectionPool, worker: str, key: Key, buffer: Buffer, epoch: int) -> int:
+async def push(rpc: Connections, worker: str, key: Key, buffer: Buffer, epoch: int) -> int:
     """Send an object to a worker that was told to expect it; return when it is held there.
 
     Returns
@@ -38,6 +37,8 @@ async def push(rpc: ConnectionPool, worker: str, key: Key, buffer: Buffer, epoch
             layout=buffer.layout.to_message(),
             affinity=affinity(),
         )
+        if answer is not None and answer["status"] == "gone":
+            raise ConnectionError(answer["reason"])
         if answer is None or answer["status"] != "OK":
             reason = "has no Hoplite" if answer is None else answer["reason"]
             raise TransferError(key, f"{worker} does not take it: {reason}")
@@ -52,8 +53,8 @@ async def push(rpc: ConnectionPool, worker: str, key: Key, buffer: Buffer, epoch
         if answer["status"] != "OK":
             raise TransferError(key, f"{worker}: {answer['reason']}")
         return int(answer["nbytes"])
-    except asyncio.CancelledError:
-        comm.abort()
+    except BaseException:
+        comm.abort()  # what may still come on it is nobody's
         raise
     finally:
         rpc.reuse(worker, comm)
