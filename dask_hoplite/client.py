@@ -330,7 +330,9 @@ class ClientExtension:
         if direct is False or worker in self.unreachable:
             return relay
         try:
-            comm = await client.rpc.connect(worker, timeout=self.connect_timeout)
+            # Dask's own timeout leaves out the answer, which a frozen worker does not give.
+            async with asyncio.timeout(self.connect_timeout):
+                comm = await client.rpc.connect(worker, timeout=self.connect_timeout)
         except OSError as error:
             logger.info("Hoplite: %s is asked by way of the scheduler: %s", worker, error)
             if worker not in self.reached:

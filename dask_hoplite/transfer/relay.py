@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Container, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
+from dask.utils import parse_timedelta
 from distributed.comm.core import Comm, CommClosedError
 from distributed.comm.tcp import TCP
 from distributed.core import ConnectionPool, Status
 from distributed.protocol.utils import host_array
 
+from dask_hoplite.config import setting
 from dask_hoplite.transfer.serve import NoReply
 from dask_hoplite.transfer.shared import RELAYED
 
@@ -23,6 +25,8 @@ WINDOW = 2**20
 
 #: Seconds after which it is seen that one end has left while nothing comes from the other.
 LOOK = 0.5
+
+T = TypeVar("T")
 
 OPERATIONS = ("hoplite_pull", "hoplite_push")
 
@@ -88,10 +92,14 @@ async def relay(comm: Comm, rpc: ConnectionPool, worker: str, workers: Container
         If either connection breaks. Then both are closed, so that each end sees it.
     """
     request = await _request(comm)
+    # Who pulls has patience of its own, and may have nobody else to ask.
+    pulls = request["op"] == "hoplite_pull"
+    patience = None if pulls else parse_timedelta(setting("connect-timeout"))
     try:
         if worker not in workers:
             raise ConnectionError("it has left")
-        there = await rpc.connect(worker)
+        async with asyncio.timeout(patience):
+            there = await _watched(rpc.connect(worker), comm)
     except OSError as error:
         reason = f"the scheduler cannot reach {worker}: {type(error).__name__}: {error}"
         await comm.write({"status": "gone", "reason": reason})
@@ -160,15 +168,15 @@ async def carry(source: Comm, target: Comm, nbytes: int) -> None:
         await asyncio.sleep(0)  # the scheduler has other things to do
 
 
-async def _watched(exchange: Coroutine[Any, Any, None], *ends: Comm) -> None:
-    """Run an exchange; end it if one has left, also while it waits for the other."""
-    task = asyncio.create_task(exchange, name="hoplite-relay")
+async def _watched(doing: Coroutine[Any, Any, T], *ends: Comm) -> T:
+    """Do something for as long as nobody leaves, also while it waits for another."""
+    task = asyncio.create_task(doing, name="hoplite-relay")
     try:
         while not task.done():
             await asyncio.wait({task}, timeout=LOOK)
             if not task.done() and any(end.closed() for end in ends):
                 raise CommClosedError("one end left")
-        task.result()
+        return task.result()
     finally:
         task.cancel()
         await asyncio.wait({task})
