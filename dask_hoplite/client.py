@@ -75,19 +75,22 @@ async def extension(client: Client) -> ClientExtension:
             f"the scheduler has dask-hoplite {hello['version']}, "
             f"this client {dask_hoplite.__version__}"
         )
-    return install(client, hello["min_size"], hello["stall_timeout"])
+    return install(client, hello["min_size"], hello["stall_timeout"], hello["push_timeout"])
 
 
 def install(
     client: Client,
     min_size: int,
     stall_timeout: float,
+    push_timeout: float,
     fetch: Callable[[Key, int], Awaitable[Any]] | None = None,
 ) -> ClientExtension:
     """Install Hoplite in a client, unless it is there. See :class:`ClientExtension`."""
     known = _extensions.get(client)
     if known is None or not known.installed:
-        known = _extensions[client] = ClientExtension(client, min_size, stall_timeout, fetch)
+        known = _extensions[client] = ClientExtension(
+            client, min_size, stall_timeout, push_timeout, fetch
+        )
         known.install()
     return known
 
@@ -103,6 +106,8 @@ class ClientExtension:
         Objects of fewer bytes take Dask's own path.
     stall_timeout : float
         Seconds without a byte after which another holder of an object is asked.
+    push_timeout : float
+        Seconds without a byte after which an object is sent to another worker.
     fetch : callable, optional
         How to get a large object by key and size. Default: from a worker that holds it. A client
         that lives in a worker uses that worker's own pulls.
@@ -113,11 +118,13 @@ class ClientExtension:
         client: Client,
         min_size: int,
         stall_timeout: float,
+        push_timeout: float,
         fetch: Callable[[Key, int], Awaitable[Any]] | None = None,
     ):
         self._client = weakref.ref(client)
         self.min_size = min_size
         self.stall_timeout = stall_timeout
+        self.push_timeout = push_timeout
         self.fetch = fetch
         self.installed = False
         self.slots = asyncio.Semaphore(SLOTS)
@@ -272,7 +279,8 @@ class ClientExtension:
 
         async def send(worker: str, key: Key, buffer: Buffer, epoch: int) -> int:
             async with self.slots:
-                return await push(await self._reach(worker, direct), worker, key, buffer, epoch)
+                rpc = await self._reach(worker, direct)
+                return await push(rpc, worker, key, buffer, epoch, self.push_timeout)
 
         async def commit(nbytes: dict[Key, int]) -> dict[str, Any]:
             nonlocal committing

@@ -332,9 +332,9 @@ class Copies:
         async def abort(keys: Iterable[Key], reason: str) -> None:
             self.abort(keys, reason)
 
-        send, commit = partial(push, self.scheduler.rpc), partial(self.commit, client)
+        send = partial(push, self.scheduler.rpc, timeout=self.hoplite.config.push_timeout)
         try:
-            await enter(buffers, place, send, commit, abort)
+            await enter(buffers, place, send, partial(self.commit, client), abort)
         except BaseException as error:
             self.abort(buffers, f"{type(error).__name__}: {error}")
             raise

@@ -382,11 +382,13 @@ class Hoplite(SchedulerPlugin):
             "version": dask_hoplite.__version__,
             "min_size": self.config.min_size,
             "stall_timeout": self.config.stall_timeout,
+            "push_timeout": self.config.push_timeout,
         }
 
     async def relay(self, comm: Comm, worker: str) -> NoReply:
         """A client has something to ask a worker that it does not reach itself."""
-        return await relay(comm, self.scheduler.rpc, worker, self.scheduler.workers)
+        scheduler = self.scheduler
+        return await relay(comm, scheduler.rpc, worker, scheduler.workers, self.config.push_timeout)
 
     async def abort(self, keys: list[Key], reason: str) -> None:
         """A client gives up objects that it was about to push."""

@@ -18,7 +18,7 @@ import dask_hoplite as hoplite
 from dask_hoplite import Hoplite, TransferError, client
 from dask_hoplite.fetch import Fetch
 from dask_hoplite.transfer import relay
-from dask_hoplite.transfer.relay import Relay, carry
+from dask_hoplite.transfer.relay import Carrier, Relay
 from tests.helpers import array, hoplite_cluster, hosted, plugin, until
 
 
@@ -155,7 +155,7 @@ async def test_between_streams_and_messages(source, target):
         (sender, inlet), (outlet, receiver) = await pair(source), await pair(target)
         data = array(300_000).tobytes()
         with windows(10_000) as sizes:
-            carrying = asyncio.create_task(carry(inlet, outlet, len(data)))
+            carrying = asyncio.create_task(Carrier(inlet, outlet, len(data)).run())
             if source == "tcp://":
                 sender.stream.write(data)
             else:
@@ -265,6 +265,43 @@ async def test_a_worker_that_dies_in_the_middle_of_a_scatter(c, s, *workers):
     assert len(died) == 1 and died[0].address not in s.workers
     assert np.array_equal(await c.gather(x), array(30_000_000))
     await nothing_is_left(c, s)
+
+
+@pytest.mark.parametrize("way", ["direct", "relayed"])
+@pytest.mark.parametrize("when", ["at first", "in the middle"])
+@hoplite_cluster(
+    nthreads=[("127.0.0.1", 1)] * 2,
+    config={"hoplite.min-size": 1000, "hoplite.push-timeout": "500ms"},
+)
+async def test_a_worker_that_falls_silent_in_the_middle_of_a_scatter(c, s, *workers, when, way):
+    await c.register_plugin(Hoplite())
+    silent, go_on = [], asyncio.Event()
+
+    def silence_first(worker, plain):
+        async def accept(comm, layout, **message):
+            if silent:
+                return await plain(comm, layout=layout, **message)
+            silent.append(worker)
+            if when == "in the middle":
+                await comm.write({"status": "OK", "share": False})
+                await comm.stream.read_bytes(500_000)
+            await go_on.wait()
+            comm.abort()
+            return Status.dont_reply
+
+        return accept
+
+    for worker in workers:
+        worker.handlers["hoplite_push"] = silence_first(worker, worker.handlers["hoplite_push"])
+    if way == "relayed":
+        firewall(c, s)
+    no_whole_objects(s)
+    x = await c.scatter(array(60_000_000))
+    assert len(silent) == 1
+    assert silent[0].address not in {ws.address for ws in s.tasks[x.key].who_has}
+    assert np.array_equal(await c.gather(x), array(60_000_000))
+    await nothing_is_left(c, s)
+    go_on.set()
 
 
 @hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 2)

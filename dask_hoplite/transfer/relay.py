@@ -10,13 +10,12 @@ import asyncio
 from collections.abc import Container, Coroutine
 from typing import Any, TypeVar
 
-from dask.utils import parse_timedelta
 from distributed.comm.core import Comm, CommClosedError
 from distributed.comm.tcp import TCP
 from distributed.core import ConnectionPool, Status
 from distributed.protocol.utils import host_array
 
-from dask_hoplite.config import setting
+from dask_hoplite.transfer.patience import patiently, written
 from dask_hoplite.transfer.serve import NoReply
 from dask_hoplite.transfer.shared import RELAYED
 
@@ -72,7 +71,9 @@ class Relay:
 Connections = ConnectionPool | Relay
 
 
-async def relay(comm: Comm, rpc: ConnectionPool, worker: str, workers: Container[str]) -> NoReply:
+async def relay(
+    comm: Comm, rpc: ConnectionPool, worker: str, workers: Container[str], timeout: float
+) -> NoReply:
     """Pass on what a client asks a worker, the answer, and the bytes.
 
     Parameters
@@ -85,6 +86,8 @@ async def relay(comm: Comm, rpc: ConnectionPool, worker: str, workers: Container
         The worker's address.
     workers : container of str
         Addresses of those that are in the cluster.
+    timeout : float
+        Seconds after which a worker that takes no byte is given up.
 
     Raises
     ------
@@ -92,20 +95,16 @@ async def relay(comm: Comm, rpc: ConnectionPool, worker: str, workers: Container
         If either connection breaks. Then both are closed, so that each end sees it.
     """
     request = await _request(comm)
-    # Who pulls has patience of its own, and may have nobody else to ask.
-    pulls = request["op"] == "hoplite_pull"
-    patience = None if pulls else parse_timedelta(setting("connect-timeout"))
     try:
         if worker not in workers:
             raise ConnectionError("it has left")
-        async with asyncio.timeout(patience):
-            there = await _watched(rpc.connect(worker), comm)
+        there = await _watched(rpc.connect(worker), comm)
     except OSError as error:
         reason = f"the scheduler cannot reach {worker}: {type(error).__name__}: {error}"
         await comm.write({"status": "gone", "reason": reason})
         return Status.dont_reply
     try:
-        await _watched(_exchange(comm, there, request), comm, there)
+        await _watched(_exchange(comm, there, request, timeout), comm, there)
     except BaseException as error:
         comm.abort()
         there.abort()
@@ -117,7 +116,7 @@ async def relay(comm: Comm, rpc: ConnectionPool, worker: str, workers: Container
     return Status.dont_reply
 
 
-async def _exchange(comm: Comm, there: Comm, request: dict[str, Any]) -> None:
+async def _exchange(comm: Comm, there: Comm, request: dict[str, Any], timeout: float) -> None:
     while True:
         # The two are not known to see each other's memory, and to go round us is not what is asked.
         await there.write({**request, "affinity": RELAYED})
@@ -130,9 +129,11 @@ async def _exchange(comm: Comm, there: Comm, request: dict[str, Any]) -> None:
     if status != "OK":
         return
     if request["op"] == "hoplite_pull":
-        await carry(there, comm, sum(answer["lengths"]) - answer["offset"])
+        await Carrier(there, comm, sum(answer["lengths"]) - answer["offset"]).run()
     else:
-        await carry(comm, there, sum(request["layout"]["lengths"]))
+        carrier = Carrier(comm, there, sum(request["layout"]["lengths"]))
+        # A client that gives up is not seen to leave, behind bytes that nobody takes.
+        await patiently(carrier.run(), lambda: carrier.progress, timeout)
         await comm.write(await there.read())
 
 
@@ -143,29 +144,52 @@ async def _request(comm: Comm) -> dict[str, Any]:
     return request
 
 
-async def carry(source: Comm, target: Comm, nbytes: int) -> None:
-    """Take bytes from one connection to another, a window at a time.
+class Carrier:
+    """Takes bytes from one connection to another, a window at a time.
 
     The next are read when these are gone: a slow target slows the source, by way of TCP.
 
-    Raises
-    ------
-    OSError
-        If either connection breaks.
+    Parameters
+    ----------
+    source, target : Comm
+        The connections.
+    nbytes : int
+        How many there are.
     """
-    window = host_array(min(nbytes, WINDOW))
-    while nbytes:
-        if isinstance(source, TCP):
-            view = window[:nbytes]
-            view = view[: await _stream(source).read_into(view, partial=True)]  # type: ignore[arg-type]
-        else:
-            view = memoryview((await source.read())["bytes"])
-        if isinstance(target, TCP):
-            await _stream(target).write(view)
-        else:
-            await target.write({"bytes": bytes(view)})
-        nbytes -= len(view)
-        await asyncio.sleep(0)  # the scheduler has other things to do
+
+    def __init__(self, source: Comm, target: Comm, nbytes: int):
+        self.source = source
+        self.target = target
+        self.left = nbytes
+        self.window = host_array(min(nbytes, WINDOW))
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Changes when the target takes bytes."""
+        return self.left, written(self.target)
+
+    async def run(self) -> None:
+        """Take all of them.
+
+        Raises
+        ------
+        OSError
+            If either connection breaks.
+        """
+        while self.left:
+            view = await self._read()
+            if isinstance(self.target, TCP):
+                await _stream(self.target).write(view)
+            else:
+                await self.target.write({"bytes": bytes(view)})
+            self.left -= len(view)
+            await asyncio.sleep(0)  # the scheduler has other things to do
+
+    async def _read(self) -> memoryview:
+        if not isinstance(self.source, TCP):
+            return memoryview((await self.source.read())["bytes"])
+        view = self.window[: self.left]
+        return view[: await _stream(self.source).read_into(view, partial=True)]
 
 
 async def _watched(doing: Coroutine[Any, Any, T], *ends: Comm) -> T:
