@@ -10,22 +10,19 @@ from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextvars import ContextVar
 from typing import Any
 
-from dask.sizeof import sizeof
 from dask.utils import parse_timedelta
 from distributed import Client, Future
 from distributed.client import no_default
-from distributed.utils import offload
 
 import dask_hoplite
 from dask_hoplite.config import setting
 from dask_hoplite.contents import Contents
 from dask_hoplite.core.events import Key
-from dask_hoplite.entry import enter
+from dask_hoplite.entry import enter, lay_out
 from dask_hoplite.exceptions import NotInstalledError
-from dask_hoplite.fetch import Fetch
+from dask_hoplite.fetch import Asking, Fetch
 from dask_hoplite.scheduler import NAME, Hoplite
 from dask_hoplite.transfer.buffer import Buffer
-from dask_hoplite.transfer.layout import dump
 from dask_hoplite.transfer.push import push
 from dask_hoplite.transfer.relay import Connections, Relay
 
@@ -199,7 +196,7 @@ class ClientExtension:
                     fresh[key] = value
         if futures and broadcast:
             await asyncio.gather(*(client.scheduler.hoplite_broadcast(key=key) for key in futures))
-        large = {} if local_worker else await self._lay_out(fresh)
+        large = {} if local_worker else await lay_out(fresh, self.min_size)
         if large:
             try:
                 await self._put(large, workers, broadcast, direct, timeout)
@@ -221,16 +218,6 @@ class ClientExtension:
             return ordered[0]
         make = getattr(type(data), "_make", type(data))
         return make(ordered)
-
-    async def _lay_out(self, values: dict[Key, Any]) -> dict[Key, Buffer]:
-        """The bytes of those objects that are to be streamed."""
-        large = {}
-        for key, value in values.items():
-            if sizeof(value) >= self.min_size and not isinstance(value, Future):
-                buffer = Buffer(*await offload(dump, value))
-                if buffer.nbytes >= self.min_size:
-                    large[key] = buffer
-        return large
 
     async def _put(
         self,
@@ -391,7 +378,7 @@ class ClientExtension:
         rest = [key for key in keys if key not in data]
         if not rest:
             return {"status": "OK", "data": data}
-        asking: Any = _Asking(client, rest)
+        asking: Any = Asking(client, rest)
         response: dict[str, Any] = await self.plain_gather_remote(asking, direct, local_worker)
         if response["status"] == "OK":
             response["data"].update(data)
@@ -412,21 +399,6 @@ class ClientExtension:
 
         fetch = Fetch(key, client.id, reach, locate, self.stall_timeout, self.slots)
         return await fetch.run(holders)
-
-
-class _Asking:
-    """A client as Dask's gather sees it, with keys of its own to ask for.
-
-    Those that wait in the client itself are another call's, which will come for them.
-    """
-
-    def __init__(self, client: Client, keys: Collection[Key]):
-        self._client = client
-        self._gather_keys: set[Key] | None = set(keys)
-        self._gather_future = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._client, name)
 
 
 def _is_collection(data: Any) -> bool:

@@ -94,8 +94,8 @@ class Copies:
         timeout : float, optional
             Seconds to wait for a first worker.
         avoid : collection of str, optional
-            Addresses of workers that could not be sent an object of this call. They, and those that
-            have left since, are the last to be chosen.
+            Addresses of workers to which objects could not be sent. They are the last to be chosen;
+            and of ``workers``, those that have left meanwhile are left out.
 
         Returns
         -------

@@ -6,9 +6,14 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from dask.sizeof import sizeof
+from distributed import Future
+from distributed.utils import offload
+
 from dask_hoplite.core.events import Key
 from dask_hoplite.exceptions import NotInstalledError, TransferError
 from dask_hoplite.transfer.buffer import Buffer
+from dask_hoplite.transfer.layout import dump
 
 #: So often workers may leave with what they are sent, before the sender is told.
 ATTEMPTS = 3
@@ -17,6 +22,17 @@ Place = Callable[[dict[Key, int], list[str]], Awaitable[Mapping[Key, tuple[str, 
 Push = Callable[[str, Key, Buffer, int], Awaitable[int]]
 Commit = Callable[[dict[Key, int]], Awaitable[dict[str, Any]]]
 Abort = Callable[[list[Key], str], Awaitable[None]]
+
+
+async def lay_out(values: Mapping[Key, Any], min_size: int) -> dict[Key, Buffer]:
+    """The bytes of those objects that are to be streamed."""
+    large = {}
+    for key, value in values.items():
+        if sizeof(value) >= min_size and not isinstance(value, Future):
+            buffer = Buffer(*await offload(dump, value))
+            if buffer.nbytes >= min_size:
+                large[key] = buffer
+    return large
 
 
 async def enter(

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
+from distributed import Client
+
 from dask_hoplite.core.events import Key
 from dask_hoplite.transfer.buffer import Buffer
 from dask_hoplite.transfer.layout import Layout
@@ -149,3 +151,18 @@ class Fetch:
         if self.has_slot:
             self.has_slot = False
             self.slots.release()
+
+
+class Asking:
+    """A client as Dask's gather sees it, with keys of its own to ask for.
+
+    Those that wait in the client itself are another call's, which will come for them.
+    """
+
+    def __init__(self, client: Client, keys: Collection[Key]):
+        self._client = client
+        self._gather_keys: set[Key] | None = set(keys)
+        self._gather_future = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ from distributed.security import Security
 from distributed.utils_test import gen_cluster, gen_test
 
 import dask_hoplite as hoplite
+from benchmarks.cluster import Cluster
+from benchmarks.laboratory import Laboratory, why_not
 from dask_hoplite import Hoplite, TransferError, client
 from dask_hoplite.fetch import Fetch
 from dask_hoplite.transfer import relay
@@ -385,3 +388,35 @@ async def test_many_at_a_time(c, s, a, b):
             assert np.array_equal(value, got)
     assert len(sizes) == 40
     await nothing_is_left(c, s)
+
+
+BEHIND_A_FIREWALL = """
+import sys
+import numpy as np
+import dask_hoplite as hoplite
+from distributed import Client
+
+with Client(sys.argv[1]) as client:
+    client.wait_for_workers(2, timeout=60)
+    client.register_plugin(hoplite.Hoplite())
+    values = np.arange(2_000_000)
+    x = client.scatter(values, broadcast=True)
+    assert np.array_equal(client.gather(x), values)
+    assert np.array_equal(client.submit(np.negative, x).result(), -values)
+    print(len(client.who_has(x)[x.key]), {t["path"] for t in hoplite.transfers()})
+"""
+
+
+@pytest.mark.lab
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_on_a_host_from_which_only_the_schedulers_is_reached(tmp_path):
+    with Laboratory(hosts=2, rate="1gbit") as lab, Cluster(lab, "hoplite", tmp_path) as cluster:
+        for host in range(2):
+            lab.run("client", ["ip", "route", "add", "blackhole", lab.address(host)])
+        lab.run("client", ["ip", "route", "get", lab.address("scheduler")])
+        python = ["env", "DASK_HOPLITE__CONNECT_TIMEOUT=500ms", sys.executable]
+        said = lab.run("client", [*python, "-c", BEHIND_A_FIREWALL, cluster.scheduler])
+        last = said.splitlines()[-1]
+        assert last.startswith("2 ") and "'tcp stream, relayed'" in last
+        entered, left = lab.counters("client")
+        assert entered > 32_000_000 and left > 16_000_000
