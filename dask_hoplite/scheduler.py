@@ -6,6 +6,7 @@ import asyncio
 import logging
 import sys
 from collections.abc import Callable, Collection, Coroutine, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from time import monotonic, time
 from typing import Any
@@ -17,7 +18,7 @@ from distributed.active_memory_manager import (
     ReduceReplicas,
     SuggestionGenerator,
 )
-from distributed.comm.core import Comm
+from distributed.comm.core import Comm, CommClosedError
 from distributed.core import Status
 from distributed.protocol.pickle import dumps
 from distributed.scheduler import TaskState, WorkerState
@@ -340,9 +341,10 @@ class Hoplite(SchedulerPlugin):
             for worker in missing:
                 limit = self.scheduler.workers[worker].memory_limit
                 if not limit or limit >= ts.nbytes:
-                    self.scheduler.request_acquire_replicas(
-                        worker, [key], stimulus_id=f"hoplite-wish-{time()}"
-                    )
+                    with suppress(CommClosedError):  # it has left, as Dask is about to learn
+                        self.scheduler.request_acquire_replicas(
+                            worker, [key], stimulus_id=f"hoplite-wish-{time()}"
+                        )
 
     # What the core needs to know of Dask
 
