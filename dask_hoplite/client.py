@@ -4,36 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
 import warnings
 import weakref
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterator
+from contextvars import ContextVar
 from typing import Any
 
-from dask.sizeof import sizeof
-from dask.tokenize import tokenize
 from dask.utils import parse_timedelta
 from distributed import Client, Future
 from distributed.client import no_default
-from distributed.utils import offload
 
 import dask_hoplite
 from dask_hoplite.config import setting
+from dask_hoplite.contents import Contents
 from dask_hoplite.core.events import Key
-from dask_hoplite.exceptions import NotInstalledError, UnreachableError
+from dask_hoplite.entry import enter, lay_out
+from dask_hoplite.exceptions import NotInstalledError
+from dask_hoplite.fetch import Asking, Fetch
 from dask_hoplite.scheduler import NAME, Hoplite
 from dask_hoplite.transfer.buffer import Buffer
-from dask_hoplite.transfer.layout import Layout, dump
-from dask_hoplite.transfer.pull import take, unpack
 from dask_hoplite.transfer.push import push
-from dask_hoplite.transfer.shared import AttachedBuffer
-from dask_hoplite.transfer.shelf import OFFLOAD
+from dask_hoplite.transfer.relay import Connections, Relay
 
 logger = logging.getLogger(__name__)
 
 #: Objects that a client sends, or receives, at a time.
 SLOTS = 8
+
+#: What the user said of ``direct=`` in the gather that is going on; None: nothing.
+_direct: ContextVar[bool | None] = ContextVar("direct", default=None)
 
 _extensions: weakref.WeakKeyDictionary[Client, ClientExtension] = weakref.WeakKeyDictionary()
 
@@ -73,16 +72,22 @@ async def extension(client: Client) -> ClientExtension:
             f"the scheduler has dask-hoplite {hello['version']}, "
             f"this client {dask_hoplite.__version__}"
         )
-    return install(client, hello["min_size"])
+    return install(client, hello["min_size"], hello["stall_timeout"], hello["push_timeout"])
 
 
 def install(
-    client: Client, min_size: int, fetch: Callable[[Key, int], Awaitable[Any]] | None = None
+    client: Client,
+    min_size: int,
+    stall_timeout: float,
+    push_timeout: float,
+    fetch: Callable[[Key, int], Awaitable[Any]] | None = None,
 ) -> ClientExtension:
     """Install Hoplite in a client, unless it is there. See :class:`ClientExtension`."""
     known = _extensions.get(client)
     if known is None or not known.installed:
-        known = _extensions[client] = ClientExtension(client, min_size, fetch)
+        known = _extensions[client] = ClientExtension(
+            client, min_size, stall_timeout, push_timeout, fetch
+        )
         known.install()
     return known
 
@@ -96,6 +101,10 @@ class ClientExtension:
         The client.
     min_size : int
         Objects of fewer bytes take Dask's own path.
+    stall_timeout : float
+        Seconds without a byte after which another holder of an object is asked.
+    push_timeout : float
+        Seconds without a byte after which an object is sent to another worker.
     fetch : callable, optional
         How to get a large object by key and size. Default: from a worker that holds it. A client
         that lives in a worker uses that worker's own pulls.
@@ -105,19 +114,20 @@ class ClientExtension:
         self,
         client: Client,
         min_size: int,
+        stall_timeout: float,
+        push_timeout: float,
         fetch: Callable[[Key, int], Awaitable[Any]] | None = None,
     ):
         self._client = weakref.ref(client)
         self.min_size = min_size
+        self.stall_timeout = stall_timeout
+        self.push_timeout = push_timeout
         self.fetch = fetch
         self.installed = False
         self.slots = asyncio.Semaphore(SLOTS)
         self.reached: set[str] = set()
         self.unreachable: set[str] = set()
-        #: The key under which this client holds a content, by its token
-        self.tokens: dict[str, Key] = {}
-        self.hashing: dict[Key, asyncio.Future[str]] = {}
-        self.sizes: defaultdict[int, set[Key]] = defaultdict(set)
+        self.contents = Contents()
         self.giving_up: set[asyncio.Future[None]] = set()
         self.connect_timeout = parse_timedelta(setting("connect-timeout"))
 
@@ -131,15 +141,17 @@ class ClientExtension:
     def install(self) -> None:
         """Replace the client's methods."""
         self.plain_scatter = type(self.client)._scatter
+        self.plain_gather = type(self.client)._gather
         self.plain_gather_remote = type(self.client)._gather_remote
         self.client._scatter = self._scatter  # type: ignore[method-assign]
+        self.client._gather = self._gather  # type: ignore[method-assign]
         self.client._gather_remote = self._gather_remote  # type: ignore[method-assign]
         self.client.unregister_scheduler_plugin = self._unregister  # type: ignore[method-assign]
         self.installed = True
 
     def uninstall(self) -> None:
         """Put the client's methods back."""
-        for name in ("_scatter", "_gather_remote", "unregister_scheduler_plugin"):
+        for name in ("_scatter", "_gather", "_gather_remote", "unregister_scheduler_plugin"):
             self.client.__dict__.pop(name, None)
         self.installed = False
 
@@ -176,7 +188,7 @@ class ClientExtension:
             names, fresh = [], {}
             anywhere = workers is None and broadcast in (False, True)
             for value in data if _is_collection(data) else [data]:
-                key, future = await self._name(value, hash, anywhere)
+                key, future = await self.contents.name(client, value, hash, anywhere)
                 names.append(key)
                 if future is not None:
                     futures[key] = future
@@ -184,12 +196,12 @@ class ClientExtension:
                     fresh[key] = value
         if futures and broadcast:
             await asyncio.gather(*(client.scheduler.hoplite_broadcast(key=key) for key in futures))
-        large = {} if local_worker else await self._lay_out(fresh)
+        large = {} if local_worker else await lay_out(fresh, self.min_size)
         if large:
             try:
-                await self._put(large, workers, broadcast, timeout)
-            except UnreachableError as error:
-                logger.info("Hoplite: no way to the workers, data go by the scheduler: %s", error)
+                await self._put(large, workers, broadcast, direct, timeout)
+            except NotInstalledError as error:
+                logger.info("%s: scattered as by a plain Dask client", error)
             else:
                 for key in large:
                     futures[key] = Future(key, client)
@@ -198,7 +210,7 @@ class ClientExtension:
             futures |= await self.plain_scatter(
                 client, fresh, workers, broadcast, direct, local_worker, timeout, hash
             )
-        await self._note_tokens()  # before the caller may change what it has given us
+        await self.contents.note(client)  # before the caller may change what it has given us
         if type(data) is dict:
             return {key: futures[key] for key in names}
         ordered = [futures[key] for key in names]
@@ -207,49 +219,13 @@ class ClientExtension:
         make = getattr(type(data), "_make", type(data))
         return make(ordered)
 
-    async def _lay_out(self, values: dict[Key, Any]) -> dict[Key, Buffer]:
-        """The bytes of those objects that are to be streamed."""
-        large = {}
-        for key, value in values.items():
-            if sizeof(value) >= self.min_size and not isinstance(value, Future):
-                buffer = Buffer(*await offload(dump, value))
-                if buffer.nbytes >= self.min_size:
-                    large[key] = buffer
-        return large
-
-    async def _name(self, value: Any, hash: bool, anywhere: bool) -> tuple[Key, Future | None]:
-        """A key for an object; and its future, if this client holds it and it may be anywhere."""
-        if not hash:
-            return f"{type(value).__name__}-{uuid.uuid4().hex}", None
-        key = f"{type(value).__name__}-{uuid.uuid4().hex}"
-        size = sizeof(value)
-        if size > OFFLOAD and not any(known in self.client.futures for known in self.sizes[size]):
-            # It can be none that we hold. What it is can be found out while it is sent.
-            self.hashing[key] = asyncio.ensure_future(offload(tokenize, value))
-        else:
-            await self._note_tokens()
-            token = await offload(tokenize, value) if size > OFFLOAD else tokenize(value)
-            known = self.tokens.get(token)
-            state = self.client.futures.get(known) if known is not None else None
-            if anywhere and known is not None and state is not None and state.status == "finished":
-                return known, Future(known, self.client)  # at once: others may be letting go of it
-            self.tokens[token] = key
-        self.sizes[size].add(key)
-        return key, None
-
-    async def _note_tokens(self) -> None:
-        """Note what is being found out, and forget what is not held any more."""
-        while self.hashing:
-            key, task = self.hashing.popitem()
-            self.tokens[await task] = key
-        held = self.client.futures
-        if len(self.tokens) > 2 * len(held) + 100:
-            self.tokens = {t: k for t, k in self.tokens.items() if k in held}
-            for keys in self.sizes.values():
-                keys.intersection_update(held)
-
     async def _put(
-        self, puts: dict[Key, Buffer], workers: Any, broadcast: bool | int, timeout: Any
+        self,
+        puts: dict[Key, Buffer],
+        workers: Any,
+        broadcast: bool | int,
+        direct: bool | None,
+        timeout: Any,
     ) -> dict[Key, dict[str, str]]:
         """Send objects to workers; return when they, and the copies asked for, are there.
 
@@ -260,44 +236,53 @@ class ClientExtension:
 
         Raises
         ------
-        UnreachableError
-            If the workers cannot be reached from here, or the scheduler has no Hoplite any more.
+        TransferError
+            If workers do not take them, or leave with them, one after the other.
+        NotInstalledError
+            If the scheduler has no Hoplite any more.
         """
         client = self.client
         scheduler = client.scheduler
         if isinstance(workers, str | int):
             workers = [workers]
-        placing = asyncio.ensure_future(
-            scheduler.hoplite_place(
-                client=client.id,
-                nbytes={key: buffer.nbytes for key, buffer in puts.items()},
-                workers=workers,
-                broadcast=broadcast,
-                timeout=client._timeout if timeout is no_default else timeout,
-            )
-        )
-
-        async def send(key: Key, worker: str, epoch: int) -> int:
-            try:
-                async with self.slots:
-                    await self._connect(worker)
-                    return await push(client.rpc, worker, key, puts[key], epoch)
-            except OSError as error:
-                raise UnreachableError(f"{worker}: {error}") from error
-
-        sending: list[asyncio.Task[int]] = []
+        if direct is None:
+            direct = client.direct_to_workers
+        placing: asyncio.Future[Any] | None = None
         committing = False
+
+        async def place(nbytes: dict[Key, int], avoid: list[str]) -> dict[Key, tuple[str, int]]:
+            nonlocal placing
+            placing = asyncio.ensure_future(
+                scheduler.hoplite_place(
+                    client=client.id,
+                    nbytes=nbytes,
+                    workers=workers,
+                    broadcast=broadcast,
+                    timeout=client._timeout if timeout is no_default else timeout,
+                    avoid=avoid,
+                )
+            )
+            return self._known(await asyncio.shield(placing))
+
+        async def send(worker: str, key: Key, buffer: Buffer, epoch: int) -> int:
+            async with self.slots:
+                rpc = await self._reach(worker, direct)
+                return await push(rpc, worker, key, buffer, epoch, self.push_timeout)
+
+        async def commit(nbytes: dict[Key, int]) -> dict[str, Any]:
+            nonlocal committing
+            committing = True
+            done = self._known(await scheduler.hoplite_commit(client=client.id, nbytes=nbytes))
+            committing = not done["lost"]
+            return done
+
+        async def abort(keys: list[Key], reason: str) -> None:
+            await scheduler.hoplite_abort(keys=keys, reason=reason)
+
         try:
-            placement = await asyncio.shield(placing)
-            if placement is not None:
-                sending += [asyncio.create_task(send(k, *where)) for k, where in placement.items()]
-                nbytes = dict(zip(placement, await asyncio.gather(*sending), strict=True))
-                committing = True
-                done = await scheduler.hoplite_commit(client=client.id, nbytes=nbytes)
-                return dict(done["failed"])
+            return await enter(puts, place, send, commit, abort)
         except BaseException as error:
-            for task in sending:
-                task.cancel()
+            assert placing is not None
             reason = f"{type(error).__name__}: {error}"
             giving_up = asyncio.ensure_future(
                 self._give_up(list(puts), reason, placing, committing)
@@ -307,8 +292,13 @@ class ClientExtension:
             if placing.done():
                 await asyncio.shield(giving_up)
             raise
-        self.uninstall()
-        raise UnreachableError("the scheduler has no Hoplite any more")
+
+    def _known(self, answer: Any) -> Any:
+        """What the scheduler's Hoplite answered."""
+        if answer is None:
+            self.uninstall()
+            raise NotInstalledError("the scheduler has no Hoplite any more")
+        return answer
 
     async def _give_up(
         self, keys: list[Key], reason: str, placing: asyncio.Future[Any], committing: bool
@@ -318,30 +308,52 @@ class ClientExtension:
         client = self._client()
         if client is None or client.scheduler is None:
             return  # it was closed; the scheduler gives up what it was about to send
-        if placing.cancelled() or placing.exception() is not None:
+        if placing.cancelled() or placing.exception() is not None or placing.result() is None:
             return
         await client.scheduler.hoplite_abort(keys=keys, reason=reason)
         if committing:  # they may be ours already, and only the answer has not come
             release = {"op": "client-releases-keys", "keys": keys, "client": client.id}
             client._send_to_scheduler(release)
 
-    async def _connect(self, worker: str) -> None:
-        """Make sure that a worker can be reached, and remember if it never can be.
+    async def _reach(self, worker: str, direct: bool | None) -> Connections:
+        """Where connections to a worker are had: by way of the scheduler, if there is no other way.
 
-        One that could be reached before is only frozen or gone.
+        So it stays for workers that were never reached. One that was is only frozen or gone.
         """
-        if worker in self.unreachable:
-            raise ConnectionError(f"{worker} cannot be reached from this client")
+        client = self.client
+        relay = Relay(client.rpc, client.scheduler.address)
+        if direct is False or worker in self.unreachable:
+            return relay
         try:
-            comm = await self.client.rpc.connect(worker, timeout=self.connect_timeout)
-        except OSError:
+            # Dask's own timeout leaves out the answer, which a frozen worker does not give.
+            async with asyncio.timeout(self.connect_timeout):
+                comm = await client.rpc.connect(worker, timeout=self.connect_timeout)
+        except OSError as error:
+            logger.info("Hoplite: %s is asked by way of the scheduler: %s", worker, error)
             if worker not in self.reached:
                 self.unreachable.add(worker)
-            raise
+            return relay
         self.reached.add(worker)
-        self.client.rpc.reuse(worker, comm)
+        client.rpc.reuse(worker, comm)
+        return client.rpc
 
     # Gather
+
+    async def _gather(
+        self,
+        futures: Any,
+        errors: str = "raise",
+        direct: bool | None = None,
+        local_worker: Any = None,
+    ) -> Any:
+        """In place of :meth:`distributed.Client._gather`, which forgets whether ``direct`` was the
+        user's wish."""
+        client = self.client
+        before = _direct.set(client.direct_to_workers if direct is None else direct)
+        try:
+            return await self.plain_gather(client, futures, errors, direct, local_worker)
+        finally:
+            _direct.reset(before)
 
     async def _gather_remote(self, direct: bool, local_worker: Any) -> dict[str, Any]:
         """In place of :meth:`distributed.Client._gather_remote`."""
@@ -366,7 +378,7 @@ class ClientExtension:
         rest = [key for key in keys if key not in data]
         if not rest:
             return {"status": "OK", "data": data}
-        asking: Any = _Asking(client, rest)
+        asking: Any = Asking(client, rest)
         response: dict[str, Any] = await self.plain_gather_remote(asking, direct, local_worker)
         if response["status"] == "OK":
             response["data"].update(data)
@@ -376,47 +388,17 @@ class ClientExtension:
         """Get one object, from whichever of its holders."""
         if self.fetch is not None:
             return await self.fetch(key, nbytes)
-        buffer: Buffer | None = None
+        client, direct = self.client, _direct.get()
 
-        def begin(layout: Layout, handle: dict[str, Any] | None) -> Buffer:
-            nonlocal buffer
-            buffer = Buffer(layout) if handle is None else AttachedBuffer(layout, handle)
-            return buffer
+        async def reach(worker: str) -> Connections:
+            return await self._reach(worker, direct)
 
-        error: OSError = ConnectionError(f"{key!r} is held by nobody")
-        for worker in holders:
-            try:
-                async with self.slots:
-                    await self._connect(worker)
-                    await take(
-                        self.client.rpc,
-                        worker,
-                        key,
-                        receiver=self.client.id,
-                        buffer=buffer,
-                        begin=begin,
-                    )
-            except OSError as failure:
-                error = failure
-                continue
-            assert buffer is not None
-            return await unpack(buffer)
-        raise error
+        async def locate() -> Collection[str]:
+            located = await client.scheduler.hoplite_locate(keys=[key]) or {}
+            return located[key][1] if key in located else ()
 
-
-class _Asking:
-    """A client as Dask's gather sees it, with keys of its own to ask for.
-
-    Those that wait in the client itself are another call's, which will come for them.
-    """
-
-    def __init__(self, client: Client, keys: Collection[Key]):
-        self._client = client
-        self._gather_keys: set[Key] | None = set(keys)
-        self._gather_future = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._client, name)
+        fetch = Fetch(key, client.id, reach, locate, self.stall_timeout, self.slots)
+        return await fetch.run(holders)
 
 
 def _is_collection(data: Any) -> bool:

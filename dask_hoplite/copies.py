@@ -9,6 +9,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dask.utils import parse_timedelta
@@ -18,6 +19,7 @@ from distributed.utils import TimeoutError as DaskTimeoutError
 
 from dask_hoplite.core.events import Key, Pushed, Released
 from dask_hoplite.core.instructions import Cancel, Pull
+from dask_hoplite.entry import enter
 from dask_hoplite.exceptions import ObjectTooLargeError, TransferError
 from dask_hoplite.transfer.buffer import Buffer
 from dask_hoplite.transfer.layout import dump, pack
@@ -29,9 +31,6 @@ if TYPE_CHECKING:
     from dask_hoplite.scheduler import Hoplite
 
 logger = logging.getLogger(__name__)
-
-#: So many workers may fail to take what the scheduler sends, before the sender is told.
-ATTEMPTS = 3
 
 
 @dataclass
@@ -76,6 +75,7 @@ class Copies:
         workers: Collection[str] | None = None,
         broadcast: bool | int = False,
         timeout: float | str | None = None,
+        avoid: Collection[str] = (),
     ) -> dict[Key, tuple[str, int]]:
         """Choose a worker for each object that a client is about to push.
 
@@ -93,6 +93,9 @@ class Copies:
             Whether to copy to all of these workers, or to how many.
         timeout : float, optional
             Seconds to wait for a first worker.
+        avoid : collection of str, optional
+            Addresses of workers to which objects could not be sent. They are the last to be chosen;
+            and of ``workers``, those that have left meanwhile are left out.
 
         Returns
         -------
@@ -106,20 +109,29 @@ class Copies:
         ObjectTooLargeError
             If no worker's memory limit allows for an object.
         """
+        if workers is not None and avoid:
+            workers = [
+                w for w in workers if self.scheduler.coerce_address(w) in self.scheduler.workers
+            ]
+            if not workers:
+                raise ValueError("none of the workers that were asked for is there any more")
         targets = await self._running(workers, timeout)
         arriving: Counter[str] = Counter()
         for put in self.puts.values():
             arriving[put.root] += put.nbytes
         # Evenly within a call, since what comes together is likely to be used together; between
         # calls by what Dask knows workers to hold, which is up to date as their memory is not.
-        load = {ws: (0, ws.nbytes + arriving[ws.address], ws.address) for ws in targets}
+        load = {
+            ws: (ws.address in avoid, 0, ws.nbytes + arriving[ws.address], ws.address)
+            for ws in targets
+        }
         chosen: list[tuple[Key, int, list[str]]] = []
         for key, size in nbytes.items():
             ranked = sorted(_able(key, size, targets), key=load.__getitem__)
             n = len(ranked) if broadcast is True else max(int(broadcast), 1)
             for ws in ranked[:n]:
-                placed, held, address = load[ws]
-                load[ws] = (placed + size, held, address)
+                avoided, placed, held, address = load[ws]
+                load[ws] = (avoided, placed + size, held, address)
             chosen.append((key, size, [ws.address for ws in ranked]))
         everywhere = workers is None and broadcast is True
         placement: dict[Key, tuple[str, int]] = {}
@@ -205,21 +217,22 @@ class Copies:
         Returns
         -------
         dict
-            ``failed``: for each key the workers that could not get a copy, and why.
+            ``failed``: for each key the workers that could not get a copy, and why. ``lost``: keys
+            whose worker left before anybody else had them, and that worker. If there are any, Dask
+            knows of none of these objects yet.
 
         Raises
         ------
         TransferError
-            If an object was lost again before this call.
+            If an object was given up.
         """
         puts = [self._put(key) for key in nbytes]
         alive = {}
         for put in puts:
             put.held.add(put.root)
             alive[put.key] = [worker for worker in put.held if worker in self.scheduler.workers]
-            if not alive[put.key]:
-                self.abort(nbytes, f"{put.root} left")
-                raise TransferError(put.key, f"{put.root} left before anybody else had it")
+        if lost := {put.key: put.root for put in puts if not alive[put.key]}:
+            return {"failed": {}, "lost": lost}
         # All or none: who gets an error has no future by which to release the others.
         for put in puts:
             if put.broadcast:
@@ -240,7 +253,7 @@ class Copies:
                 self.puts.pop(put.key, None)
         action = {"action": "scatter", "client": client, "count": len(puts)}
         self.scheduler.log_event([client, "all"], action)
-        return {"failed": {put.key: put.failed for put in puts if put.failed}}
+        return {"failed": {put.key: put.failed for put in puts if put.failed}, "lost": {}}
 
     def _put(self, key: Key) -> Put:
         if key not in self.puts:
@@ -309,33 +322,22 @@ class Copies:
         broadcast: bool | int,
         timeout: float | str | None,
     ) -> None:
-        """Send objects that are here to workers; if one of these leaves meanwhile, to others."""
-        sizes = {key: buffer.nbytes for key, buffer in buffers.items()}
-        tried: dict[str, str] = {}
-        while len(tried) < ATTEMPTS:
-            placement = await self.place(client, sizes, workers, broadcast, timeout)
+        """Send objects that are here to workers."""
 
-            async def send(key: Key, worker: str, epoch: int) -> int:
-                try:
-                    return await push(self.scheduler.rpc, worker, key, buffers[key], epoch)
-                except OSError as error:
-                    tried[worker] = f"{type(error).__name__}: {error}"
-                    raise
+        async def place(
+            nbytes: Mapping[Key, int], avoid: Collection[str]
+        ) -> dict[Key, tuple[str, int]]:
+            return await self.place(client, nbytes, workers, broadcast, timeout, avoid)
 
-            try:
-                async with asyncio.TaskGroup() as group:
-                    pushes = {
-                        key: group.create_task(send(key, worker, epoch))
-                        for key, (worker, epoch) in placement.items()
-                    }
-                await self.commit(client, {key: task.result() for key, task in pushes.items()})
-                return
-            except* OSError as errors:
-                self.abort(buffers, f"push failed: {errors.exceptions[0]}")
-            except* Exception as errors:
-                self.abort(buffers, f"push failed: {errors.exceptions[0]}")
-                raise errors.exceptions[0] from None
-        raise TransferError(next(iter(buffers)), "could not be sent to any worker", tried)
+        async def abort(keys: Iterable[Key], reason: str) -> None:
+            self.abort(keys, reason)
+
+        send = partial(push, self.scheduler.rpc, timeout=self.hoplite.config.push_timeout)
+        try:
+            await enter(buffers, place, send, partial(self.commit, client), abort)
+        except BaseException as error:
+            self.abort(buffers, f"{type(error).__name__}: {error}")
+            raise
 
     async def replicate(
         self,

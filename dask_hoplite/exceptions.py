@@ -53,10 +53,6 @@ class ObjectTooLargeError(TransferError):
     """No worker that was asked for may hold an object of this size."""
 
 
-class UnreachableError(HopliteError):
-    """A client cannot reach the workers itself. Does not leave the package."""
-
-
 class SourceFailedError(OSError):
     """One source failed; another one may do. Does not leave the package."""
 

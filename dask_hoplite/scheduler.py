@@ -6,6 +6,7 @@ import asyncio
 import logging
 import sys
 from collections.abc import Callable, Collection, Coroutine, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from time import monotonic, time
 from typing import Any
@@ -17,6 +18,7 @@ from distributed.active_memory_manager import (
     ReduceReplicas,
     SuggestionGenerator,
 )
+from distributed.comm.core import Comm, CommClosedError
 from distributed.core import Status
 from distributed.protocol.pickle import dumps
 from distributed.scheduler import TaskState, WorkerState
@@ -31,6 +33,8 @@ from dask_hoplite.core.instructions import Cancel, Instruction
 from dask_hoplite.core.wishes import Wishes
 from dask_hoplite.exceptions import ObjectLostError
 from dask_hoplite.messages import decode, encode
+from dask_hoplite.transfer.relay import relay
+from dask_hoplite.transfer.serve import NoReply
 from dask_hoplite.worker import TOPIC, HopliteWorker
 
 logger = logging.getLogger(__name__)
@@ -128,6 +132,7 @@ class Hoplite(SchedulerPlugin):
             "hoplite_abort": self.abort,
             "hoplite_broadcast": copies.broadcast,
             "hoplite_locate": self.locate,
+            "hoplite_relay": self.relay,
             "hoplite_transfers": self.transfers,
             "hoplite_status": self.status,
         }
@@ -336,9 +341,10 @@ class Hoplite(SchedulerPlugin):
             for worker in missing:
                 limit = self.scheduler.workers[worker].memory_limit
                 if not limit or limit >= ts.nbytes:
-                    self.scheduler.request_acquire_replicas(
-                        worker, [key], stimulus_id=f"hoplite-wish-{time()}"
-                    )
+                    with suppress(CommClosedError):  # it has left, as Dask is about to learn
+                        self.scheduler.request_acquire_replicas(
+                            worker, [key], stimulus_id=f"hoplite-wish-{time()}"
+                        )
 
     # What the core needs to know of Dask
 
@@ -374,7 +380,17 @@ class Hoplite(SchedulerPlugin):
 
     async def hello(self) -> dict[str, Any]:
         """What a client must know to take part."""
-        return {"version": dask_hoplite.__version__, "min_size": self.config.min_size}
+        return {
+            "version": dask_hoplite.__version__,
+            "min_size": self.config.min_size,
+            "stall_timeout": self.config.stall_timeout,
+            "push_timeout": self.config.push_timeout,
+        }
+
+    async def relay(self, comm: Comm, worker: str) -> NoReply:
+        """A client has something to ask a worker that it does not reach itself."""
+        scheduler = self.scheduler
+        return await relay(comm, scheduler.rpc, worker, scheduler.workers, self.config.push_timeout)
 
     async def abort(self, keys: list[Key], reason: str) -> None:
         """A client gives up objects that it was about to push."""

@@ -150,7 +150,7 @@ class HopliteWorker(WorkerPlugin):
         from dask_hoplite.client import install  # it imports us, by way of the scheduler's plugin
 
         client = self.plain_get_client(timeout)
-        install(client, self.min_size, fetch=self._pull)
+        install(client, self.min_size, self.stall_timeout, self.push_timeout, fetch=self._pull)
         return client
 
     def is_large(self, key: Key) -> bool:

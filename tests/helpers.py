@@ -12,6 +12,8 @@ from distributed import Client, Scheduler
 from distributed.utils_test import gen_cluster
 
 from dask_hoplite import Hoplite
+from dask_hoplite.transfer.buffer import Buffer
+from dask_hoplite.transfer.wire import Wire
 
 #: A cluster in this process, on real sockets, whose objects above 1 kB are large.
 hoplite_cluster = partial(
@@ -43,3 +45,9 @@ async def until(condition: Callable[[], object], timeout: float = 10) -> None:
 def plugin(s: Scheduler) -> Hoplite:
     """The plugin that is installed on a scheduler."""
     return s.plugins["hoplite"]
+
+
+def first_blocks(buffer: Buffer, nbytes: int) -> bytes:
+    """What goes over the wire before the block of an offset."""
+    wire = Wire(buffer)
+    return b"".join(wire.sealed(0, wire.position(nbytes)))

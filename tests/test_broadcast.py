@@ -129,6 +129,18 @@ async def test_a_wish_is_fulfilled_whenever_its_object_comes(c, s, *workers):
     await until(lambda: len(holders(s, x)) == 4)
 
 
+@hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 3)
+async def test_a_wish_for_a_worker_that_has_just_left(c, s, a, b, last):
+    """Dask has not noticed yet. It is nobody's error, and the others get theirs."""
+    await c.register_plugin(Hoplite())
+    x = hosted(c, worker=a.address)
+    await x
+    plugin(s).wishes.add(x.key, None)
+    s.stream_comms[b.address].comm.abort()
+    plugin(s).fulfil([x.key])
+    await until(lambda: last.address in holders(s, x))
+
+
 @hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 2)
 async def test_a_copy_that_dask_begins_to_fetch_itself_meanwhile(c, s, a, b):
     """Of two that bring an object to a worker, Dask's state machine is the one that puts it."""

@@ -14,8 +14,7 @@ from dask_hoplite import Hoplite, ObjectLostError
 from dask_hoplite.transfer import pull
 from dask_hoplite.transfer.buffer import Buffer
 from dask_hoplite.transfer.shared import SharedBuffer
-from dask_hoplite.transfer.wire import Wire
-from tests.helpers import array, hoplite_cluster, hosted, plugin, until
+from tests.helpers import array, first_blocks, hoplite_cluster, hosted, plugin, until
 
 
 @hoplite_cluster()
@@ -114,8 +113,7 @@ def breaks_after(worker, nbytes, then):
     async def serve(comm, key, **kwargs):
         async with worker.plugins["hoplite"].shelf.reading(key) as buffer:
             await comm.write({"status": "OK", "offset": 0, **buffer.layout.to_message()})
-            wire = Wire(buffer)
-            await comm.stream.write(b"".join(wire.sealed(0, wire.position(nbytes))))
+            await comm.stream.write(first_blocks(buffer, nbytes))
             then()
             comm.abort()
             return Status.dont_reply

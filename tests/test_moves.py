@@ -332,24 +332,105 @@ async def test_scatter_that_is_given_up_leaves_no_copies(c, s, a, b):
     assert not plugin(s).copies.puts and not s.tasks
 
 
+@pytest.mark.parametrize("registered", [True, False])
 @hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 2)
-async def test_scatter_of_several_is_all_or_nothing(c, s, a, b):
+async def test_scatter_of_several_sends_again_what_was_lost_meanwhile(c, s, a, b, registered):
     await c.register_plugin(Hoplite())
-    sent = asyncio.Event()
-    plain_commit = s.handlers["hoplite_commit"]
+    copies, pushed = plugin(s).copies, []
+    plain_commit = copies.commit
 
-    async def commit(nbytes, **message):
-        [lost] = [key for key in nbytes if plugin(s).copies.puts[key].root == b.address]
-        await s.remove_worker(b.address, stimulus_id="test")
-        sent.set()
-        last = dict(sorted(nbytes.items(), key=lambda item: item[0] == lost))
-        return await plain_commit(nbytes=last, **message)
+    async def commit(client, nbytes):
+        if b.address in s.workers:
+            await s.remove_worker(b.address, stimulus_id="test")
+            done = await plain_commit(client, nbytes)
+            [lost] = [key for key in nbytes if copies.puts[key].root == b.address]
+            assert done["lost"] == {lost: b.address} and not s.tasks
+            return done
+        return await plain_commit(client, nbytes)
 
-    s.handlers["hoplite_commit"] = commit
-    with pytest.raises(TransferError, match=b.address):
-        await c.scatter([array(), array(seed=1)])
-    assert sent.is_set() and not plugin(s).copies.puts and not s.tasks
-    await until(lambda: not a.data)
+    copies.commit = s.handlers["hoplite_commit"] = commit
+    plain_accept = a.handlers["hoplite_push"]
+
+    async def accept(comm, key, **message):
+        pushed.append(key)
+        return await plain_accept(comm, key=key, **message)
+
+    a.handlers["hoplite_push"] = accept
+    async with Client(s.address, asynchronous=True) as other:
+        futures = await (c if registered else other).scatter([array(), array(seed=1)])
+        assert sorted(pushed) == sorted(future.key for future in futures), "each once"
+        for seed, future in enumerate(futures):
+            assert np.array_equal(await future, array(seed=seed))
+        assert not copies.puts
+
+
+@pytest.mark.parametrize("registered", [True, False])
+@pytest.mark.parametrize("when", ["in the middle", "before it is known"])
+@hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 4)
+async def test_scatter_whose_workers_leave_one_after_the_other(c, s, *workers, when, registered):
+    await c.register_plugin(Hoplite())
+    copies, left = plugin(s).copies, []
+    plain_commit = copies.commit
+
+    async def leave(worker):
+        left.append(worker.address)
+        await s.remove_worker(worker.address, stimulus_id="test")
+
+    async def commit(client, nbytes):
+        for key in nbytes:
+            await leave(s.workers[copies.puts[key].root])
+        return await plain_commit(client, nbytes)
+
+    def take_part(worker):
+        async def accept(comm, layout, **message):
+            await comm.write({"status": "OK", "share": False})
+            await comm.stream.read_bytes(10_000)
+            await leave(worker)
+            comm.abort()
+            return Status.dont_reply
+
+        return accept
+
+    if when == "before it is known":
+        copies.commit = s.handlers["hoplite_commit"] = commit
+    else:
+        for worker in workers:
+            worker.handlers["hoplite_push"] = take_part(worker)
+    async with Client(s.address, asynchronous=True) as other:
+        with pytest.raises(TransferError, match="'x': could not be sent to any") as caught:
+            await (c if registered else other).scatter({"x": array()})
+        assert caught.value.key == "x" and len(left) == 3
+        assert list(caught.value.tried) == left
+        assert all(caught.value.tried.values())
+        await until(lambda: not plugin(s).directory.trees)
+        assert not copies.puts and not s.tasks
+        assert not any(w.data for w in workers if w.address in s.workers)
+
+
+@hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 3)
+async def test_scatter_to_named_workers_that_leave(c, s, a, b, bystander):
+    await c.register_plugin(Hoplite())
+    never = asyncio.Event()
+
+    def leave(worker):
+        async def accept(comm, **message):
+            await s.remove_worker(worker.address, stimulus_id="test")
+            comm.abort()
+            await never.wait()
+
+        return accept
+
+    plain_accept = b.handlers["hoplite_push"]
+    for worker in (a, b):
+        worker.handlers["hoplite_push"] = leave(worker)
+    with pytest.raises(TransferError, match=r"sent again: none of the workers .* there") as caught:
+        await c.scatter(array(), workers=[a.address])
+    assert set(caught.value.tried) == {a.address}
+    b.handlers["hoplite_push"] = plain_accept
+    never.set()
+    x = await c.scatter(array(), workers=[b.address], broadcast=True)
+    assert s.tasks[x.key].who_has == {s.workers[b.address]}
+    assert not plugin(s).copies.puts
 
 
 @pytest.mark.parametrize("registered", [True, False])

@@ -35,6 +35,7 @@ class Buffer:
         self.nbytes = layout.nbytes
         self.received = self.nbytes if frames is not None else 0
         self.arrived = self.received  #: the same, or more, with what is not yet checked
+        self.sent = 0  #: position on the wire up to which it was sent by whoever sent it last
         blocks = -(-self.nbytes // layout.block)
         self.digests = bytearray(DIGEST * blocks)  #: see :mod:`~dask_hoplite.transfer.wire`
         self.sealed = bytearray(blocks)  #: which of them are there
@@ -84,10 +85,8 @@ class Buffer:
         return self.frames
 
     def copy_from(self, other: Buffer) -> int:
-        """Copy whole blocks that an equally laid out buffer has; return their length, uncounted."""
+        """Copy what there is of an equally laid out buffer; return its length, uncounted."""
         nbytes, offset = other.received, 0
-        if not other.complete:
-            nbytes -= nbytes % self.layout.block
         while offset < nbytes:
             piece = other.piece(offset, nbytes)
             self.piece(offset, nbytes)[:] = piece

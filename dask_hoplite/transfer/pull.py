@@ -35,6 +35,7 @@ from dask_hoplite.exceptions import (
 from dask_hoplite.transfer.buffer import Buffer
 from dask_hoplite.transfer.channel import path, receive, receive_marks
 from dask_hoplite.transfer.layout import Layout, load
+from dask_hoplite.transfer.relay import Connections
 from dask_hoplite.transfer.shared import AttachedBuffer, affinity, make_room
 from dask_hoplite.transfer.shelf import OFFLOAD, Entry, Shelf
 
@@ -50,7 +51,7 @@ Report = Callable[[Event], None]
 
 
 async def take(
-    rpc: ConnectionPool,
+    rpc: Connections,
     source: str,
     key: Key,
     *,
@@ -64,7 +65,7 @@ async def take(
 
     Parameters
     ----------
-    rpc : ConnectionPool
+    rpc : ConnectionPool or Relay
         Where the connection is taken from, and goes back to.
     source : str
         Address of the worker that is asked.
@@ -133,6 +134,9 @@ async def take(
         buffer.layout = layout  # by which bytes it will have been completed
         await receive(comm, buffer, hops)
         return path(comm, source)
+    except BaseException:
+        comm.abort()  # what may still come on it is nobody's
+        raise
     finally:
         rpc.reuse(source, comm)
 

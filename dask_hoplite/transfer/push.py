@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
-import asyncio
-
-from distributed.core import ConnectionPool, send_recv
+from distributed.comm.core import Comm
+from distributed.core import send_recv
 
 from dask_hoplite.core.events import Key
 from dask_hoplite.exceptions import TransferError
 from dask_hoplite.transfer.buffer import Buffer
 from dask_hoplite.transfer.channel import send, send_marks
+from dask_hoplite.transfer.patience import patiently, written
+from dask_hoplite.transfer.relay import Connections
 from dask_hoplite.transfer.shared import SharedBuffer, affinity
 
 
-async def push(rpc: ConnectionPool, worker: str, key: Key, buffer: Buffer, epoch: int) -> int:
+async def push(
+    rpc: Connections, worker: str, key: Key, buffer: Buffer, epoch: int, timeout: float
+) -> int:
     """Send an object to a worker that was told to expect it; return when it is held there.
+
+    Parameters
+    ----------
+    rpc : ConnectionPool or Relay
+        Where the connection is taken from, and goes back to.
+    worker : str
+        Address of the worker.
+    key : Key
+        The object.
+    buffer : Buffer
+        Its bytes, all of them.
+    epoch : int
+        What the worker was told with the key.
+    timeout : float
+        Seconds after which a worker that takes no byte is given up.
 
     Returns
     -------
@@ -24,39 +42,47 @@ async def push(rpc: ConnectionPool, worker: str, key: Key, buffer: Buffer, epoch
     Raises
     ------
     OSError
-        If the worker cannot be reached, or leaves.
+        If the worker cannot be reached, leaves, or takes no more.
     TransferError
         If it does not take it.
     """
     comm = await rpc.connect(worker)
     try:
-        answer = await send_recv(
-            comm,
-            op="hoplite_push",
-            key=key,
-            epoch=epoch,
-            layout=buffer.layout.to_message(),
-            affinity=affinity(),
+        await patiently(
+            _send(comm, worker, key, buffer, epoch), lambda: (buffer.sent, written(comm)), timeout
         )
-        if answer is None or answer["status"] != "OK":
-            reason = "has no Hoplite" if answer is None else answer["reason"]
-            raise TransferError(key, f"{worker} does not take it: {reason}")
-        shared = _share(buffer) if answer["share"] else None
-        if answer["share"]:
-            await comm.write({"shared": shared.handle if shared is not None else None})
-        if shared is not None and (await comm.read())["attached"]:
-            await send_marks(comm, shared)
-        else:
-            await send(comm, buffer, 0)
-        answer = await comm.read()
+        answer = await comm.read()  # it may have much to unpack
         if answer["status"] != "OK":
             raise TransferError(key, f"{worker}: {answer['reason']}")
         return int(answer["nbytes"])
-    except asyncio.CancelledError:
-        comm.abort()
+    except BaseException:
+        comm.abort()  # what may still come on it is nobody's
         raise
     finally:
         rpc.reuse(worker, comm)
+
+
+async def _send(comm: Comm, worker: str, key: Key, buffer: Buffer, epoch: int) -> None:
+    answer = await send_recv(
+        comm,
+        op="hoplite_push",
+        key=key,
+        epoch=epoch,
+        layout=buffer.layout.to_message(),
+        affinity=affinity(),
+    )
+    if answer is not None and answer["status"] == "gone":
+        raise ConnectionError(answer["reason"])
+    if answer is None or answer["status"] != "OK":
+        reason = "has no Hoplite" if answer is None else answer["reason"]
+        raise TransferError(key, f"{worker} does not take it: {reason}")
+    shared = _share(buffer) if answer["share"] else None
+    if answer["share"]:
+        await comm.write({"shared": shared.handle if shared is not None else None})
+    if shared is not None and (await comm.read())["attached"]:
+        await send_marks(comm, shared)
+    else:
+        await send(comm, buffer, 0)
 
 
 def _share(buffer: Buffer) -> SharedBuffer | None:

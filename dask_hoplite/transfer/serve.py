@@ -15,7 +15,8 @@ from dask_hoplite.core.events import Key
 from dask_hoplite.transfer.buffer import Buffer
 from dask_hoplite.transfer.channel import path, receive, receive_marks, send, send_marks
 from dask_hoplite.transfer.layout import Layout
-from dask_hoplite.transfer.shared import SHARE_MIN, affinity
+from dask_hoplite.transfer.patience import patiently
+from dask_hoplite.transfer.shared import RELAYED, SHARE_MIN, affinity
 from dask_hoplite.transfer.shelf import Shelf
 
 NoReply = Literal[Status.dont_reply]
@@ -136,18 +137,8 @@ async def accept(
     if buffer is None:
         buffer = begin(layout, None)
     how = path(comm, address) if handle is None else "shared memory"
+    if whose == RELAYED:
+        how += ", relayed"
     taking = receive(comm, buffer) if handle is None else receive_marks(comm, buffer)
-    receiving = asyncio.create_task(taking)
-    try:
-        while True:
-            before = buffer.received
-            done, _ = await asyncio.wait({receiving}, timeout=timeout)
-            if done:
-                receiving.result()
-                return how
-            if buffer.received == before:
-                raise TimeoutError(f"the sender was silent for {timeout} s")
-    finally:
-        if not receiving.done():
-            receiving.cancel()
-            await asyncio.wait({receiving})
+    await patiently(taking, lambda: buffer.arrived, timeout)
+    return how

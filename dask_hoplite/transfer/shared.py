@@ -28,6 +28,9 @@ SHARE_MIN = 2**20
 #: Bytes that are copied into a memory file before others are told.
 COPY = 16 * 2**20
 
+#: In place of the affinity of who asks by way of the scheduler. Nobody has it.
+RELAYED = "relayed"
+
 #: Up to so many frames, each is mapped for itself, and so can be freed for itself.
 MAPPINGS = 64
 

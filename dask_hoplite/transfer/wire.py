@@ -75,6 +75,7 @@ class Wire:
 
     def sealed(self, start: int, stop: int) -> list[memoryview]:
         """The same, to be sent: with the digests. The blocks must be complete."""
+        self.buffer.sent = start
         sealed = self.buffer.sealed
         for index in range(start // self.unit, -(-stop // self.unit)):
             if not sealed[index]:
@@ -99,7 +100,8 @@ class Wire:
             If a block is not. It is not counted, and must come again.
         """
         buffer = self.buffer
-        offset = start = buffer.received
+        start = buffer.received
+        offset = start // self.block * self.block  # a part of a block comes again
         stop = self.offset(position)
         buffer.arrived = position
         try:

@@ -1,0 +1,53 @@
+"""How long one end waits for the other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from distributed.comm.core import Comm
+
+T = TypeVar("T")
+
+
+def written(comm: Comm) -> int:
+    """How many bytes a connection has taken to the system so far; 0 where we cannot know.
+
+    Those that it was given may be more: a stream has a buffer.
+    """
+    return getattr(getattr(comm, "stream", None), "_total_write_done_index", 0)
+
+
+async def patiently(
+    doing: Coroutine[Any, Any, T], progress: Callable[[], object], timeout: float
+) -> T:
+    """Do something for as long as it makes progress.
+
+    Parameters
+    ----------
+    doing : coroutine
+        What to do.
+    progress : callable
+        Its value changes when there is any.
+    timeout : float
+        Seconds.
+
+    Raises
+    ------
+    TimeoutError
+        If there was none for so long. Then it is cancelled.
+    """
+    task = asyncio.create_task(doing)
+    try:
+        while True:
+            before = progress()
+            await asyncio.wait({task}, timeout=timeout)
+            if task.done():
+                return task.result()
+            if progress() == before:
+                raise TimeoutError(f"the other end was silent for {timeout} s")
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
