@@ -17,7 +17,6 @@ from collections import deque
 from time import monotonic
 
 from dask_hoplite.transfer.buffer import Buffer
-from dask_hoplite.transfer.layout import DIGEST
 from dask_hoplite.transfer.wire import Wire
 
 #: The most that is read or written at once, in bytes: so long do the others wait, and whoever wants
@@ -144,10 +143,10 @@ class Receive(Move):
         elapsed = monotonic() - self.start
         rate = (self.position - self.first) / max(elapsed, 1e-6)
         delay = min(self.wire.nbytes / max(rate, 1) * self.share, GATHER_MOST)
-        # Up to the end of a block, as nobody sees a part of one.
-        unit = self.wire.block + DIGEST
-        end = -(-(self.position + min(int(rate * delay), PIECE)) // unit) * unit
-        mark = max(min(end - self.position, missing), 1)
+        # Whole blocks, as nobody sees a part of one; at least what is missing of the next.
+        unit = self.wire.unit
+        blocks = (self.position % unit + min(int(rate * delay), PIECE)) // unit
+        mark = max(min(max(blocks, 1) * unit - self.position % unit, missing), 1)
         if mark != self.mark and (self.mark > missing or not self.mark / 2 < mark < self.mark * 2):
             self.mark = mark
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, mark)
