@@ -24,7 +24,7 @@ from distributed.worker_state_machine import (
 
 from dask_hoplite.core.events import Abandoned, Declined, Event, Finished, Key
 from dask_hoplite.core.instructions import Instruction, Pull
-from dask_hoplite.exceptions import CancelledPullError, HopliteError
+from dask_hoplite.exceptions import CancelledPullError, HopliteError, ObjectTooLargeError
 from dask_hoplite.failed_dependency import FailedDependencyEvent
 from dask_hoplite.messages import decode, encode
 from dask_hoplite.transfer.buffer import Buffer
@@ -87,7 +87,14 @@ class HopliteWorker(WorkerPlugin):
         self.address = worker.contact_address
         self.shelf = Shelf(worker.data)
         self.puller = Puller(
-            self.address, worker.rpc, self.tell, self.report, self.shelf, self.stall_timeout
+            self.address,
+            worker.rpc,
+            self.tell,
+            self.report,
+            self.shelf,
+            self.stall_timeout,
+            memory_limit=worker.memory_manager.memory_limit,
+            bytes_limit=worker.state.transfer_incoming_bytes_limit,  # as Dask's own fetches
         )
         self.expected: dict[Key, Expected] = {}
         self.landing: dict[Key, asyncio.Future[None]] = {}
@@ -103,6 +110,9 @@ class HopliteWorker(WorkerPlugin):
         self.plain_compute_task = worker.stream_handlers["compute-task"]
         worker.stream_handlers["compute-task"] = self.compute_task
         worker.gather_dep = self.gather_dep  # type: ignore[method-assign]
+        # Dask's buffer tells what it spills; another mapping may not spill, or not tell.
+        self.on_spill: list[Any] = getattr(worker.data, "fast_to_slow_callbacks", [])
+        self.on_spill.append(self.spilled)
         self.plain_get_client = worker._get_client
         worker._get_client = self.get_client  # type: ignore[method-assign]
 
@@ -111,6 +121,7 @@ class HopliteWorker(WorkerPlugin):
         worker.__dict__.pop("gather_dep", None)
         worker.__dict__.pop("_get_client", None)
         worker.stream_handlers["compute-task"] = self.plain_compute_task
+        self.on_spill.remove(self.spilled)
         for name in self.handlers:
             worker.handlers.pop(name, None)
         for key in list(self.expected):
@@ -128,6 +139,10 @@ class HopliteWorker(WorkerPlugin):
             self.shelf.discard(key)
         elif finish == "cancelled" and start == "flight":
             self.puller.drop(key)
+
+    def spilled(self, key: Key, value: object) -> None:
+        """Dask moves an object to disk, to have its memory free."""
+        self.shelf.spilled(key)
 
     async def tell(self, event: Event) -> Instruction | None:
         """Take an event to the directory; give what it decides for this worker."""
@@ -205,7 +220,8 @@ class HopliteWorker(WorkerPlugin):
         for key, result in zip(large, results, strict=True):
             if isinstance(result, CancelledPullError):
                 continue
-            if isinstance(result, HopliteError | OSError):
+            refused = isinstance(result, ObjectTooLargeError)
+            if isinstance(result, HopliteError | OSError) and not refused:
                 logger.info("%r could not be had by Hoplite, left to Dask: %s", key, result)
                 left.add(key)
             elif isinstance(result, Exception):

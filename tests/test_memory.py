@@ -1,0 +1,166 @@
+"""Memory: what is held, one object more, and no more; and what is too large is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+
+import numpy as np
+import pytest
+from dask.sizeof import sizeof
+from distributed import wait
+from distributed.core import Status
+
+import dask_hoplite as hoplite
+from dask_hoplite import Hoplite, ObjectTooLargeError
+from dask_hoplite.transfer import pull
+from dask_hoplite.transfer.buffer import Buffer
+from dask_hoplite.transfer.room import Room
+from tests.helpers import array, hoplite_cluster, hosted, plugin, until
+
+MB = 10**6
+
+
+# Room
+
+
+async def entered(room: Room, nbytes: int, log: list[int]) -> tuple[asyncio.Task, asyncio.Event]:
+    """Somebody who wants room, and what lets them go again."""
+    leave = asyncio.Event()
+
+    async def stay() -> None:
+        async with room.take(nbytes):
+            log.append(nbytes)
+            await leave.wait()
+
+    task = asyncio.create_task(stay())
+    await asyncio.sleep(0)
+    return task, leave
+
+
+def test_room_is_given_in_order():
+    async def test():
+        room, log = Room(3, 10), []
+        everybody = [await entered(room, n, log) for n in (4, 5, 2, 1)]
+        assert log == [4, 5], "the third waits, and so does the fourth, which would fit"
+        assert not room.has(1)
+        for task, leave in everybody:
+            leave.set()
+            await task
+        assert log == [4, 5, 2, 1] and not room.taken and not room.waiting
+
+    asyncio.run(test())
+
+
+def test_one_may_always_come():
+    async def test():
+        room, log = Room(3, 10), []
+        first, leave = await entered(room, 100, log)
+        second, _ = await entered(room, 200, log)
+        assert log == [100]
+        leave.set()
+        await first
+        await until(lambda: log == [100, 200])
+        second.cancel()
+
+    asyncio.run(test())
+
+
+def test_room_is_for_so_many():
+    async def test():
+        room, log = Room(2, 10), []
+        tasks = [(await entered(room, 1, log))[0] for _ in range(3)]
+        assert log == [1, 1]
+        for task in tasks:
+            task.cancel()
+
+    asyncio.run(test())
+
+
+def test_who_stops_waiting_for_room_leaves_it_to_others():
+    async def test():
+        room, log = Room(3, 10), []
+        first, leave = await entered(room, 8, log)
+        second, _ = await entered(room, 5, log)
+        third, _ = await entered(room, 2, log)
+        second.cancel()
+        await until(lambda: log == [8, 2])
+        fourth, _ = await entered(room, 9, log)
+        third.cancel()
+        leave.set()
+        await first
+        fourth.cancel()  # just when its turn has come
+        await asyncio.wait({second, third, fourth})
+        assert not room.taken and not room.waiting and room.has(10)
+
+    asyncio.run(test())
+
+
+# What workers hold
+
+
+class Watch:
+    """Counts bytes of buffers that are made on one worker, for as long as they live."""
+
+    def __init__(self, monkeypatch):
+        self.alive = 0
+        self.coming = 0
+        self.peak = 0
+
+        def make_room(layout, _):
+            buffer = Buffer(layout)
+            self.alive += buffer.nbytes
+            self.peak = max(self.peak, self.alive)
+            # Objects live in the frames, and these in what allocated them.
+            for frame in buffer.frames:
+                weakref.finalize(frame.obj, self.gone, frame.nbytes)
+            return buffer
+
+        monkeypatch.setattr(pull, "make_room", make_room)
+
+    def gone(self, nbytes: int) -> None:
+        self.alive -= nbytes
+
+
+def fast(worker) -> int:
+    return sum(sizeof(value) for value in worker.data.fast.values())
+
+
+@pytest.mark.parametrize("how", ["replicate", "tasks", "broadcast"])
+def test_ten_at_once_where_there_is_memory_for_three(how, monkeypatch):
+    @hoplite_cluster(
+        nthreads=[("127.0.0.1", 1)] * 2,
+        worker_kwargs={"memory_limit": 35 * MB},
+        config={
+            "hoplite.min-size": 1000,
+            "hoplite.shared-memory": False,
+            # By what Dask counts, not by what this process has.
+            "distributed.worker.memory.spill": False,
+            "distributed.worker.memory.pause": False,
+        },
+    )
+    async def test(c, s, a, b):
+        await c.register_plugin(Hoplite())
+        objects = [hosted(c, 10 * MB, worker=a.address, seed=i) for i in range(10)]
+        await wait(objects)
+        watch = Watch(monkeypatch)
+        if how == "replicate":
+            await c.replicate(objects, workers=[b.address], n=1)
+        elif how == "broadcast":
+            await asyncio.gather(*(hoplite.broadcast(x, client=c) for x in objects))
+        else:
+            sums = [c.submit(np.sum, x, workers=[b.address], pure=False) for x in objects]
+            assert await c.gather(sums) == [
+                array(10 * MB, seed=i).sum(dtype=int) for i in range(10)
+            ]
+        # Two in memory by Dask's target, one that comes, and one that Dask is writing.
+        assert watch.peak <= 40 * MB
+        gc.collect()
+        assert fast(b) <= 0.6 * 35 * MB
+        assert watch.alive <= fast(b), "nothing else keeps what was spilled"
+        if how != "tasks":  # whose copies Dask's memory manager may drop again
+            for seed, x in enumerate(objects):
+                np.testing.assert_array_equal(b.data[x.key], array(10 * MB, seed=seed))
+
+    test()
