@@ -91,6 +91,7 @@ class Churn:
         await owner.publish_dataset(x, name=f"dataset-{n}")
         x.release()
         found = await user.get_dataset(f"dataset-{n}")
+        await user.submit(int, pure=False)  # by now the scheduler knows that this one wants it
         using = asyncio.create_task(self.use(user, found))
         del found
         await owner.unpublish_dataset(f"dataset-{n}")

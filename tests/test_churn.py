@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from contextlib import suppress
 
 import numpy as np
@@ -10,7 +11,6 @@ import pytest
 from distributed import Client
 
 import dask_hoplite as hoplite
-from benchmarks.chaos import leftovers
 from benchmarks.churn import CASES, Churn
 from dask_hoplite import Hoplite
 from tests.helpers import array, hoplite_cluster, plugin, until
@@ -18,16 +18,16 @@ from tests.helpers import array, hoplite_cluster, plugin, until
 
 def left(s, workers):
     """What is left of any object: in Dask, and in Hoplite."""
-    found = {"scheduler": leftovers.of_scheduler(s)}
-    found |= {w.address: leftovers.of_worker(w) for w in workers}
-    # Those of the process are everybody's, and other tests'.
-    ours = {*leftovers.of_process(), "plugin's tasks"}
-    return {
-        (where, name): items
-        for where, things in found.items()
-        for name, items in things.items()
-        if items and name not in ours
-    }
+    hoplite = plugin(s)
+    found = {"tasks": s.tasks, "puts": hoplite.copies.puts, "trees": hoplite.directory.trees}
+    found["wishes"] = hoplite.wishes._wishes
+    for worker in workers:
+        extension = worker.plugins["hoplite"]
+        things = {"data": worker.data, "tasks": worker.state.tasks}
+        things |= {"incoming": extension.puller.incoming, "expected": extension.expected}
+        things |= {"shelf": extension.shelf.entries, "awaited": extension.shelf.awaited}
+        found |= {f"{name} of {worker.address}": keys for name, keys in things.items()}
+    return {name: list(keys) for name, keys in found.items() if keys}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -40,8 +40,7 @@ async def test_without_a_pause(c, s, *workers, case):
         churn = Churn([c, other], array(), timeout=30)
         assert await churn.rounds(case, rounds) == rounds
         assert not churn.errors
-        for worker in workers:
-            worker.plugins["hoplite"].shelf.grace = 0
+        gc.collect()  # errors refer to futures
         with suppress(AssertionError):
             await until(lambda: not left(s, workers))
         assert left(s, workers) == {}

@@ -164,3 +164,114 @@ def test_ten_at_once_where_there_is_memory_for_three(how, monkeypatch):
                 np.testing.assert_array_equal(b.data[x.key], array(10 * MB, seed=seed))
 
     test()
+
+
+@hoplite_cluster(config={"hoplite.min-size": 1000, "hoplite.shared-memory": False})
+async def test_what_is_dropped_is_freed(c, s, a, b, *workers):
+    await c.register_plugin(Hoplite())
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        watch = Watch(monkeypatch)
+        objects = [hosted(c, MB, worker=a.address, seed=i) for i in range(10)]
+        await c.replicate(objects, workers=[b.address])
+        assert watch.alive == len(b.data) * MB == 10 * MB
+        kept = objects[4]
+        del objects
+        await until(lambda: list(b.data) == [kept.key])
+        gc.collect()
+        assert watch.alive == MB, "each has memory of its own"
+
+
+# Too large
+
+
+@pytest.mark.parametrize("call", ["task", "replicate", "broadcast", "scatter"])
+@hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 3)
+async def test_what_cannot_be_held_is_refused_before_a_byte_moves(c, s, a, b, small, call):
+    await c.register_plugin(Hoplite())
+    small.plugins["hoplite"].puller.memory_limit = 50_000
+    if call != "task":  # of dependencies that look too large, Dask takes care itself; see below
+        s.workers[small.address].memory_limit = 50_000
+    x = hosted(c, worker=a.address)
+    await x
+    with pytest.raises(ObjectTooLargeError, match=r"of 100000 bytes.*50000") as caught:
+        if call == "task":
+            await c.submit(np.sum, x, workers=[small.address], pure=False)
+        elif call == "replicate":
+            await c.replicate(x, workers=[b.address, small.address])
+        elif call == "broadcast":
+            await hoplite.broadcast(x, workers=[b.address, small.address], client=c)
+        else:
+            await c.scatter(array(), workers=[small.address])
+    assert small.address in str(caught.value) and caught.value.key
+    rows = [row for row in plugin(s).directory.log() if row["receiver"] == small.address]
+    assert not any(row["received"] for row in rows)
+    s.workers[small.address].memory_limit = 50_000
+    with pytest.raises(MemoryError, match=rf"{small.address} has memory_limit set to 48.83 kiB"):
+        await c.submit(np.sum, x, workers=[small.address], pure=False)
+    # The others are served, by the same calls without names.
+    assert await c.submit(np.sum, x, workers=[b.address], pure=False) == array().sum(dtype=int)
+    await asyncio.wait_for(c.replicate(x), 10)
+    assert {ws.address for ws in s.tasks[x.key].who_has} == {a.address, b.address}
+    y = await c.scatter(array(seed=1), broadcast=True)
+    assert {ws.address for ws in s.tasks[y.key].who_has} == {a.address, b.address}
+    assert not small.data
+
+
+@hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 2)
+async def test_what_turns_out_to_be_too_large_is_refused(c, s, a, small):
+    """Its size in memory, which is all that Dask knows, may be far from that on the wire."""
+    await c.register_plugin(Hoplite())
+    x = hosted(c, worker=a.address)
+    await x
+    small.plugins["hoplite"].puller.memory_limit = 50_000
+    answer = await small.plugins["hoplite"].acquire({x.key: 2000})
+    assert "ObjectTooLargeError" in answer["reasons"][x.key]
+    assert not small.data and not small.plugins["hoplite"].shelf.entries
+
+
+# Sources on disk, and those that are paused
+
+
+@hoplite_cluster(
+    nthreads=[("127.0.0.1", 1)] * 3,
+    worker_kwargs={"memory_limit": 20 * MB},
+    config={
+        "hoplite.min-size": 1000,
+        "distributed.worker.memory.spill": False,
+        "distributed.worker.memory.pause": False,
+    },
+)
+async def test_broadcast_of_what_is_on_disk(c, s, a, *others):
+    await c.register_plugin(Hoplite())
+    objects = [hosted(c, 5 * MB, worker=a.address, seed=i) for i in range(4)]
+    await wait(objects)
+    for _ in range(len(a.data.fast)):
+        a.data.evict()
+    assert not a.data.fast and not a.plugins["hoplite"].shelf.entries
+    x = objects[2]
+    await hoplite.broadcast(x, client=c)
+    assert list(a.data.fast) == [x.key], "nothing else came back"
+    for worker in others:
+        np.testing.assert_array_equal(worker.data[x.key], array(5 * MB, seed=2))
+    a.data.evict()
+    await until(lambda: not a.plugins["hoplite"].shelf.entries)
+
+
+@hoplite_cluster(config={"hoplite.min-size": 1000, "distributed.worker.memory.pause": False})
+async def test_a_paused_worker_serves_but_gets_nothing_new(c, s, a, b, *workers):
+    await c.register_plugin(Hoplite())
+    x = hosted(c, worker=a.address)
+    await x
+    for worker in (a, b):
+        worker.status = Status.paused
+        await until(lambda w=worker: s.workers[w.address].status == Status.paused)
+    await asyncio.wait_for(hoplite.broadcast(x, client=c), 10)
+    y = await c.scatter(array(seed=1), broadcast=True)
+    await c.replicate(x)
+    running = {w.address for w in workers}
+    assert {ws.address for ws in s.tasks[x.key].who_has} == running | {a.address}
+    assert {ws.address for ws in s.tasks[y.key].who_has} == running
+    assert not b.data and list(a.data) == [x.key]
+    b.status = Status.running
+    await until(lambda: set(b.data) == {x.key, y.key})
+    a.status = Status.running
