@@ -29,7 +29,8 @@ from dask_hoplite.failed_dependency import FailedDependencyEvent
 from dask_hoplite.messages import decode, encode
 from dask_hoplite.transfer.buffer import Buffer
 from dask_hoplite.transfer.layout import Layout
-from dask_hoplite.transfer.pull import Incoming, Puller, unpack
+from dask_hoplite.transfer.pull import SLOTS, Incoming, Puller, unpack
+from dask_hoplite.transfer.room import Room
 from dask_hoplite.transfer.serve import NoReply, accept, serve
 from dask_hoplite.transfer.shared import AttachedBuffer, make_room
 from dask_hoplite.transfer.shelf import Entry, Shelf
@@ -86,6 +87,7 @@ class HopliteWorker(WorkerPlugin):
         assert worker.contact_address is not None
         self.address = worker.contact_address
         self.shelf = Shelf(worker.data)
+        bytes_limit = worker.state.transfer_incoming_bytes_limit  # as for Dask's own fetches
         self.puller = Puller(
             self.address,
             worker.rpc,
@@ -94,8 +96,9 @@ class HopliteWorker(WorkerPlugin):
             self.shelf,
             self.stall_timeout,
             memory_limit=worker.memory_manager.memory_limit,
-            bytes_limit=worker.state.transfer_incoming_bytes_limit,  # as Dask's own fetches
+            bytes_limit=bytes_limit,
         )
+        self.pushes = Room(SLOTS, bytes_limit)
         self.expected: dict[Key, Expected] = {}
         self.landing: dict[Key, asyncio.Future[None]] = {}
         self.plain_gather_dep = worker.gather_dep
@@ -439,12 +442,21 @@ class HopliteWorker(WorkerPlugin):
     async def accept(
         self, comm: Comm, key: Key, epoch: int, layout: dict[str, Any], affinity: str = ""
     ) -> dict[str, Any]:
-        """Take an object that a client or the scheduler pushes."""
+        """Take an object that a client or the scheduler pushes, when there is room for it.
+
+        It waits for other pushes only: what is pulled here may wait for a push itself.
+        """
         expected = self.expected.get(key)
         if expected is None or expected.epoch != epoch or expected.coming:
             return {"status": "refused", "reason": "it was not expected, or no longer"}
         expected.coming = True
         expected.timer.cancel()
+        async with self.pushes.take(sum(layout["lengths"])):
+            return await self._accept(comm, key, expected, layout, affinity)
+
+    async def _accept(
+        self, comm: Comm, key: Key, expected: Expected, layout: dict[str, Any], affinity: str
+    ) -> dict[str, Any]:
         asked = clock.monotonic()
         buffer: Buffer | None = None
 
@@ -480,7 +492,11 @@ class HopliteWorker(WorkerPlugin):
                 self.shelf.discard(key, ConnectionError(f"the push failed: {error}"))
             self.report(
                 Abandoned(
-                    key, self.address, epoch, buffer.received if buffer else 0, f"push: {error}"
+                    key,
+                    self.address,
+                    expected.epoch,
+                    buffer.received if buffer else 0,
+                    f"push: {error}",
                 )
             )
             if isinstance(error, OSError) or not isinstance(error, Exception):
@@ -490,5 +506,5 @@ class HopliteWorker(WorkerPlugin):
             if self.expected.get(key) is expected:
                 del self.expected[key]
         self.shelf.settle(key)
-        self.report(Finished(key, self.address, epoch, 0.0, stop - asked, how))
+        self.report(Finished(key, self.address, expected.epoch, 0.0, stop - asked, how))
         return {"status": "OK", "nbytes": held["nbytes"][key]}

@@ -13,7 +13,7 @@ from distributed import wait
 from distributed.core import Status
 
 import dask_hoplite as hoplite
-from dask_hoplite import Hoplite, ObjectTooLargeError
+from dask_hoplite import Hoplite, ObjectTooLargeError, worker
 from dask_hoplite.transfer import pull
 from dask_hoplite.transfer.buffer import Buffer
 from dask_hoplite.transfer.room import Room
@@ -101,11 +101,10 @@ def test_who_stops_waiting_for_room_leaves_it_to_others():
 
 
 class Watch:
-    """Counts bytes of buffers that are made on one worker, for as long as they live."""
+    """Counts bytes of buffers that are made to receive, for as long as they live."""
 
     def __init__(self, monkeypatch):
         self.alive = 0
-        self.coming = 0
         self.peak = 0
 
         def make_room(layout, _):
@@ -117,7 +116,8 @@ class Watch:
                 weakref.finalize(frame.obj, self.gone, frame.nbytes)
             return buffer
 
-        monkeypatch.setattr(pull, "make_room", make_room)
+        for module in (pull, worker):
+            monkeypatch.setattr(module, "make_room", make_room)
 
     def gone(self, nbytes: int) -> None:
         self.alive -= nbytes
@@ -127,7 +127,7 @@ def fast(worker) -> int:
     return sum(sizeof(value) for value in worker.data.fast.values())
 
 
-@pytest.mark.parametrize("how", ["replicate", "tasks", "broadcast"])
+@pytest.mark.parametrize("how", ["replicate", "tasks", "broadcast", "scatter"])
 def test_ten_at_once_where_there_is_memory_for_three(how, monkeypatch):
     @hoplite_cluster(
         nthreads=[("127.0.0.1", 1)] * 2,
@@ -142,14 +142,18 @@ def test_ten_at_once_where_there_is_memory_for_three(how, monkeypatch):
     )
     async def test(c, s, a, b):
         await c.register_plugin(Hoplite())
-        objects = [hosted(c, 10 * MB, worker=a.address, seed=i) for i in range(10)]
-        await wait(objects)
         watch = Watch(monkeypatch)
+        if how == "scatter":
+            values = [array(10 * MB, seed=i) for i in range(10)]
+            objects = await c.scatter(values, workers=[b.address])
+        else:
+            objects = [hosted(c, 10 * MB, worker=a.address, seed=i) for i in range(10)]
+            await wait(objects)
         if how == "replicate":
             await c.replicate(objects, workers=[b.address], n=1)
         elif how == "broadcast":
             await asyncio.gather(*(hoplite.broadcast(x, client=c) for x in objects))
-        else:
+        elif how == "tasks":
             sums = [c.submit(np.sum, x, workers=[b.address], pure=False) for x in objects]
             assert await c.gather(sums) == [
                 array(10 * MB, seed=i).sum(dtype=int) for i in range(10)
@@ -251,8 +255,8 @@ async def test_broadcast_of_what_is_on_disk(c, s, a, *others):
     x = objects[2]
     await hoplite.broadcast(x, client=c)
     assert list(a.data.fast) == [x.key], "nothing else came back"
-    for worker in others:
-        np.testing.assert_array_equal(worker.data[x.key], array(5 * MB, seed=2))
+    for other in others:
+        np.testing.assert_array_equal(other.data[x.key], array(5 * MB, seed=2))
     a.data.evict()
     await until(lambda: not a.plugins["hoplite"].shelf.entries)
 
@@ -262,9 +266,9 @@ async def test_a_paused_worker_serves_but_gets_nothing_new(c, s, a, b, *workers)
     await c.register_plugin(Hoplite())
     x = hosted(c, worker=a.address)
     await x
-    for worker in (a, b):
-        worker.status = Status.paused
-        await until(lambda w=worker: s.workers[w.address].status == Status.paused)
+    for paused in (a, b):
+        paused.status = Status.paused
+        await until(lambda w=paused: s.workers[w.address].status == Status.paused)
     await asyncio.wait_for(hoplite.broadcast(x, client=c), 10)
     y = await c.scatter(array(seed=1), broadcast=True)
     await c.replicate(x)
@@ -275,3 +279,21 @@ async def test_a_paused_worker_serves_but_gets_nothing_new(c, s, a, b, *workers)
     b.status = Status.running
     await until(lambda: set(b.data) == {x.key, y.key})
     a.status = Status.running
+
+
+@hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 2)
+async def test_pushes_come_one_after_the_other_where_room_is_short(c, s, a, b):
+    """Copies follow, and nothing waits in a circle."""
+    await c.register_plugin(Hoplite())
+    for w in (a, b):
+        extension = w.plugins["hoplite"]
+        extension.pushes.nbytes = extension.puller.room.nbytes = 150_000
+    values = [array(seed=i) for i in range(12)]
+    futures = await asyncio.wait_for(c.scatter(values, broadcast=True), 20)
+    for future, value in zip(futures, values, strict=True):
+        assert len(s.tasks[future.key].who_has) == 2
+        np.testing.assert_array_equal(a.data[future.key], value)
+    for w in (a, b):
+        extension = w.plugins["hoplite"]
+        for room in (extension.pushes, extension.puller.room):
+            assert not room.taken and not room.waiting
