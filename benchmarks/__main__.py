@@ -6,6 +6,7 @@ python -m benchmarks faults           what becomes of a broadcast when a host fa
 python -m benchmarks tls              an object of more than 2 GiB on a TLS cluster
 python -m benchmarks side             what Hoplite does to everything else
 python -m benchmarks churn            the same data scattered, used, dropped, without a pause
+python -m benchmarks memory           more at once than a worker has memory for
 python -m benchmarks chaos            whether faults by chance do any harm
 python -m benchmarks dask-tests DIR   Dask's own tests, plain and with Hoplite
 python -m benchmarks plot FILE        draw the records of an earlier run again
@@ -25,7 +26,7 @@ from pathlib import Path
 from dask.utils import format_bytes, parse_bytes
 from rich.console import Console
 
-from benchmarks import churn, dask_tests, faults, report, tls
+from benchmarks import churn, dask_tests, faults, memory, report, tls
 from benchmarks.chaos.run import add_command as add_chaos
 from benchmarks.cluster import SYSTEMS, Cluster, Loopback, Place
 from benchmarks.laboratory import Laboratory, LaboratoryError, why_not
@@ -93,6 +94,12 @@ def main() -> None:
     )
     again.add_argument("--patience", type=float, default=20, help="seconds for a round")
     again.set_defaults(run=run_churn)
+
+    narrow = commands.add_parser("memory", help="more at once than a worker has memory for")
+    narrow.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    narrow.add_argument("--size", type=parse_bytes, default=parse_bytes("100MiB"))
+    narrow.add_argument("--no-shared-memory", dest="shared", action="store_false")
+    narrow.set_defaults(run=run_memory)
 
     add_chaos(commands)
 
@@ -222,6 +229,17 @@ def run_side(args: argparse.Namespace) -> None:
         records = kept(path, about, comparison.effects(args.effects, args.shrink))
     console.print(report.effects_table(records))
     console.print(f"{path}", soft_wrap=True)
+
+
+def run_memory(args: argparse.Namespace) -> None:
+    """Bring ten objects at once to a worker that has memory for three."""
+    for record in memory.run(args.systems, args.size, args.shared):
+        console.print(
+            f"{record['system']:7} {record['how']}: a peak of "
+            f"{record['growth'] / record['nbytes']:.1f} objects, {record['pauses']} pauses, "
+            f"{record['seconds']:.1f} s",
+            soft_wrap=True,
+        )
 
 
 def run_churn(args: argparse.Namespace) -> None:
