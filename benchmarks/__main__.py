@@ -5,6 +5,8 @@ python -m benchmarks loopback         on this machine as it is
 python -m benchmarks faults           what becomes of a broadcast when a host fails (needs root)
 python -m benchmarks tls              an object of more than 2 GiB on a TLS cluster
 python -m benchmarks side             what Hoplite does to everything else
+python -m benchmarks churn            the same data scattered, used, dropped, without a pause
+python -m benchmarks memory           more at once than a worker has memory for
 python -m benchmarks chaos            whether faults by chance do any harm
 python -m benchmarks dask-tests DIR   Dask's own tests, plain and with Hoplite
 python -m benchmarks plot FILE        draw the records of an earlier run again
@@ -18,13 +20,13 @@ import datetime
 import importlib.util
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from dask.utils import format_bytes, parse_bytes
 from rich.console import Console
 
-from benchmarks import dask_tests, faults, report, tls
+from benchmarks import churn, dask_tests, faults, memory, report, tls
 from benchmarks.chaos.run import add_command as add_chaos
 from benchmarks.cluster import SYSTEMS, Cluster, Loopback, Place
 from benchmarks.laboratory import Laboratory, LaboratoryError, why_not
@@ -83,6 +85,21 @@ def main() -> None:
     side.add_argument("--reps", type=int, default=7)
     side.add_argument("--shrink", type=int, default=1, help="divide all sizes, to try it out")
     side.set_defaults(run=run_side)
+
+    again = commands.add_parser("churn", parents=[common], help="the same data again and again")
+    again.add_argument("--workers", type=int, default=4)
+    again.add_argument("--rounds", type=int, default=200)
+    again.add_argument(
+        "--sizes", nargs="+", type=parse_bytes, default=[parse_bytes("10kB"), parse_bytes("1MiB")]
+    )
+    again.add_argument("--patience", type=float, default=20, help="seconds for a round")
+    again.set_defaults(run=run_churn)
+
+    narrow = commands.add_parser("memory", help="more at once than a worker has memory for")
+    narrow.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    narrow.add_argument("--size", type=parse_bytes, default=parse_bytes("100MiB"))
+    narrow.add_argument("--no-shared-memory", dest="shared", action="store_false")
+    narrow.set_defaults(run=run_memory)
 
     add_chaos(commands)
 
@@ -214,6 +231,27 @@ def run_side(args: argparse.Namespace) -> None:
     console.print(f"{path}", soft_wrap=True)
 
 
+def run_memory(args: argparse.Namespace) -> None:
+    """Bring ten objects at once to a worker that has memory for three."""
+    for record in memory.run(args.systems, args.size, args.shared):
+        console.print(
+            f"{record['system']:7} {record['how']}: a peak of "
+            f"{record['growth'] / record['nbytes']:.1f} objects, {record['pauses']} pauses, "
+            f"{record['seconds']:.1f} s",
+            soft_wrap=True,
+        )
+
+
+def run_churn(args: argparse.Namespace) -> None:
+    """Scatter the same data again and again."""
+    path = new_file(args)
+    about = report.header(title=f"{args.rounds} rounds", workers=args.workers)
+    with clusters(args, Loopback(args.workers), path) as all_clusters:
+        records = churn.run(all_clusters, args.rounds, args.sizes, args.patience)
+        kept(path, about, records, report.churn_line)
+    console.print(f"{path}", soft_wrap=True)
+
+
 def run_plot(args: argparse.Namespace) -> None:
     """Show and draw a file again."""
     about, records = report.read(args.file)
@@ -257,13 +295,18 @@ def clusters(args: argparse.Namespace, place: Place, path: Path, **options):
         yield [stack.enter_context(cluster) for cluster in all_clusters]
 
 
-def kept(path: Path, header: Record, records: Iterable[Record]) -> list[Record]:
+def kept(
+    path: Path,
+    header: Record,
+    records: Iterable[Record],
+    line: Callable[[Record], str] = report.line,
+) -> list[Record]:
     """Write and show the records as they come, and collect them."""
     report.append(path, header)
     collected = []
     for record in records:
         report.append(path, record)
-        console.print(report.line(record), soft_wrap=True)
+        console.print(line(record), soft_wrap=True)
         collected.append(record)
     return collected
 

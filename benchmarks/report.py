@@ -140,6 +140,19 @@ def fault_line(record: Record) -> str:
     return " ".join(words)
 
 
+def churn_line(record: Record) -> str:
+    """One case of the same data again and again, in a line."""
+    errors = ", ".join(f"{n} × {name}" for name, n in record["errors"].items())
+    words = [
+        f"{record['system']:7} {record['case']}, {format_bytes(record['nbytes'])}:",
+        f"{record['rounds']} rounds in {record['seconds']:.1f} s,",
+        f"{sum(record['errors'].values())} failures" + (f" ({errors})" if errors else ""),
+    ]
+    if record["left"]:
+        words.append(f"and {record['left']} keys left")
+    return " ".join(words)
+
+
 def faults_table(records: list[Record]) -> Table:
     """One row per kind of fault."""
     table = Table("fault", "n", "last other s", "than undisturbed", "×", "errors", "values")

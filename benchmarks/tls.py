@@ -21,7 +21,7 @@ def run(nbytes: int, workers: int = 3) -> dict[str, Any]:
     with (
         dask.config.set(config),
         LocalCluster(
-            workers,
+            n_workers=workers,
             threads_per_worker=1,
             security=Security.temporary(),
             memory_limit="8GiB",

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import warnings
 import weakref
-from collections.abc import Awaitable, Callable, Collection, Iterator
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -128,7 +128,8 @@ class ClientExtension:
         self.reached: set[str] = set()
         self.unreachable: set[str] = set()
         self.contents = Contents()
-        self.giving_up: set[asyncio.Future[None]] = set()
+        #: What must come to its end, whatever becomes of the call that it was a part of
+        self.giving_up: set[asyncio.Future[Any]] = set()
         self.connect_timeout = parse_timedelta(setting("connect-timeout"))
 
     @property
@@ -207,9 +208,11 @@ class ClientExtension:
                     futures[key] = Future(key, client)
                     client.futures[key].finish(type=type(fresh.pop(key)))
         if fresh:
-            futures |= await self.plain_scatter(
+            # Nothing calls it back: if we are cancelled it ends without us, and its futures go.
+            plain = self.plain_scatter(
                 client, fresh, workers, broadcast, direct, local_worker, timeout, hash
             )
+            futures |= await asyncio.shield(self._beside(plain))
         await self.contents.note(client)  # before the caller may change what it has given us
         if type(data) is dict:
             return {key: futures[key] for key in names}
@@ -284,11 +287,7 @@ class ClientExtension:
         except BaseException as error:
             assert placing is not None
             reason = f"{type(error).__name__}: {error}"
-            giving_up = asyncio.ensure_future(
-                self._give_up(list(puts), reason, placing, committing)
-            )
-            self.giving_up.add(giving_up)
-            giving_up.add_done_callback(self.giving_up.discard)
+            giving_up = self._beside(self._give_up(list(puts), reason, placing, committing))
             if placing.done():
                 await asyncio.shield(giving_up)
             raise
@@ -299,6 +298,13 @@ class ClientExtension:
             self.uninstall()
             raise NotInstalledError("the scheduler has no Hoplite any more")
         return answer
+
+    def _beside(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
+        """Run something to its end, also if whoever waits for it is cancelled."""
+        task = asyncio.ensure_future(coroutine)
+        self.giving_up.add(task)
+        task.add_done_callback(self.giving_up.discard)
+        return task
 
     async def _give_up(
         self, keys: list[Key], reason: str, placing: asyncio.Future[Any], committing: bool

@@ -366,6 +366,12 @@ class Copies:
             raise ValueError("Can not use replicate to delete data")
         if missing := [key for key in keys if not scheduler.tasks[key].who_has]:
             return {"status": "partial-fail", "keys": missing}
+        for key in keys if workers is not None else ():
+            ts = scheduler.tasks[key]
+            if unable := [
+                ws for ws in targets - set(self.hoplite.holding(key)) if not _fits(ts.nbytes, ws)
+            ]:
+                raise _too_large(key, ts.nbytes, unable)
         async with scheduler._replica_lock(("replicate", object())):
             await self._multiply(keys, count, targets)
             if delete:
@@ -399,7 +405,9 @@ class Copies:
                 candidates = [
                     ws
                     for ws in targets & scheduler.running - who_has
-                    if who_has and ws.address not in failed[key]
+                    if who_has
+                    and ws.address not in failed[key]
+                    and _fits(scheduler.tasks[key].nbytes, ws)
                 ]
                 candidates.sort(key=lambda ws: (ws.memory.process, ws.address))
                 chosen = candidates[: max(count - len(who_has & targets), 0)]

@@ -24,12 +24,13 @@ from distributed.worker_state_machine import (
 
 from dask_hoplite.core.events import Abandoned, Declined, Event, Finished, Key
 from dask_hoplite.core.instructions import Instruction, Pull
-from dask_hoplite.exceptions import CancelledPullError, HopliteError
+from dask_hoplite.exceptions import CancelledPullError, HopliteError, ObjectTooLargeError
 from dask_hoplite.failed_dependency import FailedDependencyEvent
 from dask_hoplite.messages import decode, encode
 from dask_hoplite.transfer.buffer import Buffer
 from dask_hoplite.transfer.layout import Layout
-from dask_hoplite.transfer.pull import Incoming, Puller, unpack
+from dask_hoplite.transfer.pull import SLOTS, Incoming, Puller, unpack
+from dask_hoplite.transfer.room import Room
 from dask_hoplite.transfer.serve import NoReply, accept, serve
 from dask_hoplite.transfer.shared import AttachedBuffer, make_room
 from dask_hoplite.transfer.shelf import Entry, Shelf
@@ -86,9 +87,18 @@ class HopliteWorker(WorkerPlugin):
         assert worker.contact_address is not None
         self.address = worker.contact_address
         self.shelf = Shelf(worker.data)
+        bytes_limit = worker.state.transfer_incoming_bytes_limit  # as for Dask's own fetches
         self.puller = Puller(
-            self.address, worker.rpc, self.tell, self.report, self.shelf, self.stall_timeout
+            self.address,
+            worker.rpc,
+            self.tell,
+            self.report,
+            self.shelf,
+            self.stall_timeout,
+            memory_limit=worker.memory_manager.memory_limit,
+            bytes_limit=bytes_limit,
         )
+        self.pushes = Room(SLOTS, bytes_limit)
         self.expected: dict[Key, Expected] = {}
         self.landing: dict[Key, asyncio.Future[None]] = {}
         self.plain_gather_dep = worker.gather_dep
@@ -103,6 +113,9 @@ class HopliteWorker(WorkerPlugin):
         self.plain_compute_task = worker.stream_handlers["compute-task"]
         worker.stream_handlers["compute-task"] = self.compute_task
         worker.gather_dep = self.gather_dep  # type: ignore[method-assign]
+        # Dask's buffer tells what it spills; another mapping may not spill, or not tell.
+        self.on_spill: list[Any] = getattr(worker.data, "fast_to_slow_callbacks", [])
+        self.on_spill.append(self.spilled)
         self.plain_get_client = worker._get_client
         worker._get_client = self.get_client  # type: ignore[method-assign]
 
@@ -111,6 +124,7 @@ class HopliteWorker(WorkerPlugin):
         worker.__dict__.pop("gather_dep", None)
         worker.__dict__.pop("_get_client", None)
         worker.stream_handlers["compute-task"] = self.plain_compute_task
+        self.on_spill.remove(self.spilled)
         for name in self.handlers:
             worker.handlers.pop(name, None)
         for key in list(self.expected):
@@ -128,6 +142,10 @@ class HopliteWorker(WorkerPlugin):
             self.shelf.discard(key)
         elif finish == "cancelled" and start == "flight":
             self.puller.drop(key)
+
+    def spilled(self, key: Key, value: object) -> None:
+        """Dask moves an object to disk, to have its memory free."""
+        self.shelf.spilled(key)
 
     async def tell(self, event: Event) -> Instruction | None:
         """Take an event to the directory; give what it decides for this worker."""
@@ -205,7 +223,8 @@ class HopliteWorker(WorkerPlugin):
         for key, result in zip(large, results, strict=True):
             if isinstance(result, CancelledPullError):
                 continue
-            if isinstance(result, HopliteError | OSError):
+            refused = isinstance(result, ObjectTooLargeError)
+            if isinstance(result, HopliteError | OSError) and not refused:
                 logger.info("%r could not be had by Hoplite, left to Dask: %s", key, result)
                 left.add(key)
             elif isinstance(result, Exception):
@@ -423,12 +442,21 @@ class HopliteWorker(WorkerPlugin):
     async def accept(
         self, comm: Comm, key: Key, epoch: int, layout: dict[str, Any], affinity: str = ""
     ) -> dict[str, Any]:
-        """Take an object that a client or the scheduler pushes."""
+        """Take an object that a client or the scheduler pushes, when there is room for it.
+
+        It waits for other pushes only: what is pulled here may wait for a push itself.
+        """
         expected = self.expected.get(key)
         if expected is None or expected.epoch != epoch or expected.coming:
             return {"status": "refused", "reason": "it was not expected, or no longer"}
         expected.coming = True
         expected.timer.cancel()
+        async with self.pushes.take(sum(layout["lengths"])):
+            return await self._accept(comm, key, expected, layout, affinity)
+
+    async def _accept(
+        self, comm: Comm, key: Key, expected: Expected, layout: dict[str, Any], affinity: str
+    ) -> dict[str, Any]:
         asked = clock.monotonic()
         buffer: Buffer | None = None
 
@@ -464,7 +492,11 @@ class HopliteWorker(WorkerPlugin):
                 self.shelf.discard(key, ConnectionError(f"the push failed: {error}"))
             self.report(
                 Abandoned(
-                    key, self.address, epoch, buffer.received if buffer else 0, f"push: {error}"
+                    key,
+                    self.address,
+                    expected.epoch,
+                    buffer.received if buffer else 0,
+                    f"push: {error}",
                 )
             )
             if isinstance(error, OSError) or not isinstance(error, Exception):
@@ -474,5 +506,5 @@ class HopliteWorker(WorkerPlugin):
             if self.expected.get(key) is expected:
                 del self.expected[key]
         self.shelf.settle(key)
-        self.report(Finished(key, self.address, epoch, 0.0, stop - asked, how))
+        self.report(Finished(key, self.address, expected.epoch, 0.0, stop - asked, how))
         return {"status": "OK", "nbytes": held["nbytes"][key]}

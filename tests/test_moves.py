@@ -332,6 +332,35 @@ async def test_scatter_that_is_given_up_leaves_no_copies(c, s, a, b):
     assert not plugin(s).copies.puts and not s.tasks
 
 
+@hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 2)
+async def test_scatter_by_the_scheduler_that_is_cancelled_leaves_nothing(c, s, a, b):
+    """As it would keep what nobody has a future for."""
+    await c.register_plugin(Hoplite())
+    extension = await extension_of(c)
+    asked, go_on, done = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    plain_scatter = s.handlers["scatter"]
+
+    async def scatter(**message):
+        asked.set()
+        await go_on.wait()
+        answer = await plain_scatter(**message)
+        assert s.tasks
+        done.set()
+        return answer
+
+    s.handlers["scatter"] = scatter
+    scattering = asyncio.create_task(c.scatter(1, broadcast=True))
+    await asked.wait()
+    scattering.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await scattering
+    go_on.set()
+    await done.wait()
+    await until(lambda: not s.tasks and not a.data and not b.data)
+    assert not c.futures and not plugin(s).wishes and not plugin(s).copies.puts
+    await until(lambda: not extension.giving_up)
+
+
 @pytest.mark.parametrize("registered", [True, False])
 @hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 2)
 async def test_scatter_of_several_sends_again_what_was_lost_meanwhile(c, s, a, b, registered):

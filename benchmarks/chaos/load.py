@@ -278,8 +278,6 @@ class Load:
         client = op.client
         value = make(op.tag, op.nbytes)
         how = op.rng.choice(["task", "scattered", "call"])
-        if op.nbytes < MIN_SIZE and how == "call":
-            how = "task"  # on Dask's own path, a scatter that is cancelled keeps its keys for ever
         if how == "task":
             future = client.submit(make, op.tag, op.nbytes, pure=False)
         elif how == "scattered":

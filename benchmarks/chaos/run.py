@@ -23,7 +23,7 @@ from benchmarks.chaos import leftovers
 from benchmarks.chaos.cluster import Cluster
 from benchmarks.chaos.faults import Faults
 from benchmarks.chaos.journal import Journal
-from benchmarks.chaos.load import Load, Operation
+from benchmarks.chaos.load import Load, Operation, in_task
 
 ACTIVITIES = 5
 
@@ -134,8 +134,12 @@ class Run:
             x = await client.scatter(np.ones(2**25, "u1"), broadcast=True)
             sums = [client.submit(len, x, pure=False) for _ in range(self.args.workers)]
             await client.gather([x, *sums])
+        # The client that a worker then has for its tasks stays, with connections of its own.
+        addresses = [member.address for member in self.cluster.present()]
+        inside = [self.client.submit(in_task, b"x", workers=[w], pure=False) for w in addresses]
+        await self.client.gather(inside)
         await hoplite.status(client=self.client)
-        del x, sums
+        del x, sums, inside
         await self.emptied(self.args.settle)
         figures = await self.figures()
         workers = [

@@ -6,6 +6,7 @@ import asyncio
 import pickle
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from math import inf
 from time import monotonic
 from typing import Any
 
@@ -30,17 +31,19 @@ from dask_hoplite.exceptions import (
     CorruptedError,
     NotInstalledError,
     ObjectLostError,
+    ObjectTooLargeError,
     SourceFailedError,
 )
 from dask_hoplite.transfer.buffer import Buffer
 from dask_hoplite.transfer.channel import path, receive, receive_marks
 from dask_hoplite.transfer.layout import Layout, load
 from dask_hoplite.transfer.relay import Connections
+from dask_hoplite.transfer.room import Room
 from dask_hoplite.transfer.shared import AttachedBuffer, affinity, make_room
 from dask_hoplite.transfer.shelf import OFFLOAD, Entry, Shelf
 
-#: Objects that a worker receives at a time. A pull takes its slot before the directory hears of it,
-#: so whoever is a source has one, and none waits for another's.
+#: Objects that a worker receives at a time. A pull has room before the directory hears of it, so
+#: whoever is a source has it, and none waits for another's.
 SLOTS = 16
 
 #: Tells the directory of an event; gives what it decides for this receiver, if anything.
@@ -194,6 +197,7 @@ class Incoming:
 
     def begin(self, layout: Layout, handle: dict[str, Any] | None) -> Buffer:
         """Make room for the object, for the first time or anew."""
+        self.puller.check(self.key, layout.nbytes)
         buffer: Buffer
         if handle is not None:
             buffer = AttachedBuffer(layout, handle)
@@ -205,7 +209,8 @@ class Incoming:
 
     async def _run(self) -> Any:
         try:
-            async with self.puller.slots:
+            self.puller.check(self.key, self.nbytes)
+            async with self.puller.room.take(self.nbytes):
                 await self._get()
             assert self.buffer is not None
             value = await unpack(self.buffer)
@@ -339,6 +344,10 @@ class Puller:
         Where buffers stand while others read them.
     stall_timeout : float
         Seconds without a byte after which the directory is asked.
+    memory_limit : int, optional
+        What is larger is refused.
+    bytes_limit : float
+        Bytes that may be on their way at a time, unless it is a single object.
     """
 
     def __init__(
@@ -349,6 +358,8 @@ class Puller:
         report: Report,
         shelf: Shelf,
         stall_timeout: float,
+        memory_limit: int | None = None,
+        bytes_limit: float = inf,
     ):
         self.address = address
         self.rpc = rpc
@@ -357,7 +368,23 @@ class Puller:
         self.shelf = shelf
         self.stall_timeout = stall_timeout
         self.incoming: dict[Key, Incoming] = {}
-        self.slots = asyncio.Semaphore(SLOTS)
+        self.memory_limit = memory_limit
+        self.room = Room(SLOTS, bytes_limit)
+
+    def check(self, key: Key, nbytes: int) -> None:
+        """Refuse what cannot be held here.
+
+        Raises
+        ------
+        ObjectTooLargeError
+            If it cannot.
+        """
+        if self.memory_limit and nbytes > self.memory_limit:
+            raise ObjectTooLargeError(
+                key,
+                f"an object of {nbytes} bytes cannot be held here",
+                {self.address: f"memory limit of {self.memory_limit} bytes"},
+            )
 
     def begin(self, key: Key, nbytes: int, decided: Pull) -> bool:
         """Start to get an object, from a source that is decided on, for those who will join.
@@ -365,10 +392,10 @@ class Puller:
         Returns
         -------
         bool
-            Whether it was started; not, if it is on its way already.
+            Whether it was started; not, if it is on its way already, or would have to wait.
         """
         incoming = self.incoming.get(key)
-        if incoming is not None and not incoming.failed:
+        if (incoming is not None and not incoming.failed) or not self.room.has(nbytes):
             return False
         self.incoming[key] = Incoming(self, key, nbytes, decided)
         return True
@@ -387,6 +414,8 @@ class Puller:
         ------
         ObjectLostError
             If nobody can give it.
+        ObjectTooLargeError
+            If it cannot be held here.
         NotInstalledError
             If the scheduler does not answer as Hoplite's.
         Exception

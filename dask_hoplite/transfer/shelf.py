@@ -27,6 +27,7 @@ class Entry:
     readers: int = 0
     expiry: asyncio.TimerHandle | None = None
     shared: SharedBuffer | None = None  #: a copy for other processes of this host
+    spilled: bool = False  #: the value is on disk by now, so that this keeps memory
 
 
 class Shelf:
@@ -148,6 +149,12 @@ class Shelf:
                 return None  # no memory for it: bytes go over the connection
         return entry.shared
 
+    def spilled(self, key: Key) -> None:
+        """The value has gone to disk: its memory goes with the last who reads it now."""
+        if (entry := self.entries.get(key)) is not None:
+            entry.spilled = True
+            self.settle(key)
+
     def settle(self, key: Key) -> None:
         """Start the period of grace of a whole object that nobody reads."""
         entry = self.entries.get(key)
@@ -158,6 +165,9 @@ class Shelf:
         if entry.buffer.result().complete:
             if entry.expiry is not None:
                 entry.expiry.cancel()
+            if entry.spilled:  # at once: Dask goes on spilling until it sees free memory
+                self._expire(key, entry)
+                return
             loop = asyncio.get_running_loop()
             entry.expiry = loop.call_later(self.grace, self._expire, key, entry)
 
