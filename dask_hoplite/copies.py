@@ -255,6 +255,11 @@ class Copies:
         self.scheduler.log_event([client, "all"], action)
         return {"failed": {put.key: put.failed for put in puts if put.failed}, "lost": {}}
 
+    async def comes(self, key: Key, epoch: int) -> bool:
+        """Whether an object is still to be pushed: it goes with its client, if not before."""
+        put = self.puts.get(key)
+        return put is not None and put.epoch == epoch and put.client in self.scheduler.clients
+
     def _put(self, key: Key) -> Put:
         if key not in self.puts:
             raise TransferError(key, "was given up before all of it had come")

@@ -130,6 +130,7 @@ class Hoplite(SchedulerPlugin):
             "hoplite_place": copies.place,
             "hoplite_commit": copies.commit,
             "hoplite_abort": self.abort,
+            "hoplite_comes": copies.comes,
             "hoplite_broadcast": copies.broadcast,
             "hoplite_locate": self.locate,
             "hoplite_relay": self.relay,

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time as clock
 from collections.abc import Callable, Collection, Hashable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -430,10 +431,27 @@ class HopliteWorker(WorkerPlugin):
         if key in self.worker.data or key in self.puller.incoming or key in self.expected:
             return {"status": "held", "reason": f"{key!r} is here or on its way already"}
         entry = self.shelf.promise(key)
-        loop = asyncio.get_running_loop()
-        timer = loop.call_later(self.push_timeout, self._unexpect, key)
-        self.expected[key] = Expected(epoch, entry, timer, shares_host)
+        self.expected[key] = Expected(epoch, entry, self._timer(key), shares_host)
         return {"status": "OK"}
+
+    def _timer(self, key: Key) -> asyncio.TimerHandle:
+        loop, later = asyncio.get_running_loop(), self.worker._ongoing_background_tasks.call_soon
+        return loop.call_later(self.push_timeout, later, self._is_overdue, key)
+
+    async def _is_overdue(self, key: Key) -> None:
+        """Find out whether an object is still to come: its client may have others to send first."""
+        expected = self.expected.get(key)
+        if expected is None or expected.coming:
+            return
+        try:
+            comes = await self.worker.scheduler.hoplite_comes(key=key, epoch=expected.epoch)
+        except OSError:
+            comes = None
+        if self.expected.get(key) is expected and not expected.coming:
+            if comes:
+                expected.timer = self._timer(key)
+            else:
+                self._unexpect(key)
 
     def _unexpect(self, key: Key) -> None:
         self.expected.pop(key).timer.cancel()
@@ -451,7 +469,15 @@ class HopliteWorker(WorkerPlugin):
             return {"status": "refused", "reason": "it was not expected, or no longer"}
         expected.coming = True
         expected.timer.cancel()
-        async with self.pushes.take(sum(layout["lengths"])):
+        async with AsyncExitStack() as stack:
+            room = self.pushes.take(sum(layout["lengths"]))
+            entering = asyncio.create_task(stack.enter_async_context(room))
+            try:
+                while not (await asyncio.wait({entering}, timeout=self.push_timeout / 3))[0]:
+                    await comm.write({"status": "wait"})  # or we would be taken to be frozen
+            finally:
+                entering.cancel()
+                await asyncio.wait({entering})
             return await self._accept(comm, key, expected, layout, affinity)
 
     async def _accept(

@@ -779,3 +779,91 @@ async def test_other_transports_use_messages(monkeypatch):
         assert {(r["path"], r["status"]) for r in rows} == {("ws messages", "finished")}
         assert {r["received"] for r in rows} == {20_000_000}
         assert np.array_equal(await x, array(20_000_000))
+
+
+QUICK = {"hoplite.min-size": 1000, "hoplite.push-timeout": "300ms"}
+
+
+@hoplite_cluster(nthreads=[("127.0.0.1", 1)], config=QUICK)
+async def test_an_object_is_expected_for_as_long_as_others_are_sent_first(c, s, a):
+    await c.register_plugin(Hoplite())
+    (await extension_of(c)).slots = asyncio.Semaphore(1)
+    plain_accept, asked, go_on = a.handlers["hoplite_push"], [], asyncio.Event()
+    plain_comes = s.handlers["hoplite_comes"]
+
+    async def accept(comm, **message):
+        while not go_on.is_set():
+            await comm.write({"status": "wait"})
+            await asyncio.sleep(0.01)
+        return await plain_accept(comm, **message)
+
+    async def comes(key, epoch):
+        asked.append(key)
+        return await plain_comes(key, epoch)
+
+    a.handlers["hoplite_push"], s.handlers["hoplite_comes"] = accept, comes
+    scattering = asyncio.create_task(c.scatter({"x": array(), "y": array(seed=1)}))
+    await until(lambda: asked.count("y") == 2)
+    go_on.set()
+    futures = await scattering
+    for seed, future in enumerate(futures.values()):
+        assert np.array_equal(await future, array(seed=seed))
+    await until(lambda: len(plugin(s).directory.log()) == 2)
+    assert {row["status"] for row in plugin(s).directory.log()} == {"finished"}
+
+
+@hoplite_cluster(nthreads=[("127.0.0.1", 1)], config=QUICK)
+async def test_an_object_that_nobody_sends_is_expected_no_longer(c, s, a):
+    await c.register_plugin(Hoplite())
+    extension = a.plugins["hoplite"]
+    await extension.expect("x", 1, False)
+    reading = asyncio.create_task(read(extension.shelf, "x"))
+    with pytest.raises(ConnectionError, match="did not come"):
+        await reading
+    assert not extension.expected and not extension.shelf.entries
+
+
+async def read(shelf, key):
+    async with shelf.reading(key) as buffer:
+        return buffer
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@hoplite_cluster(nthreads=[("127.0.0.1", 1)], config=QUICK)
+async def test_a_push_that_waits_for_room_is_not_taken_to_be_stuck(c, s, a, direct):
+    await c.register_plugin(Hoplite())
+    extension, words, pushes = a.plugins["hoplite"], [], []
+    plain_accept = a.handlers["hoplite_push"]
+
+    async def accept(comm, **message):
+        plain_write = comm.write
+
+        async def write(message, **kwargs):
+            words.append(message["status"])
+            return await plain_write(message, **kwargs)
+
+        pushes.append(comm)
+        comm.write = write
+        return await plain_accept(comm, **message)
+
+    a.handlers["hoplite_push"] = accept
+    async with extension.pushes.take(10**15):
+        scattering = asyncio.create_task(c.scatter(array(), direct=direct))
+        await until(lambda: words.count("wait") == 7)
+    assert np.array_equal(await (await scattering), array())
+    assert len(pushes) == 1
+
+
+@hoplite_cluster(nthreads=[("127.0.0.1", 1)], config=QUICK)
+async def test_a_push_that_is_given_up_while_it_waits_for_room(c, s, a):
+    await c.register_plugin(Hoplite())
+    extension = a.plugins["hoplite"]
+    async with extension.pushes.take(10**15):
+        scattering = asyncio.create_task(c.scatter(array()))
+        await until(lambda: extension.pushes.waiting)
+        scattering.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await scattering
+        await until(lambda: not extension.expected and not plugin(s).copies.puts)
+    await until(lambda: not extension.pushes.taken)
+    assert not extension.pushes.waiting and not a.data and not extension.shelf.entries

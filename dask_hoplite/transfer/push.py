@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from distributed.comm.core import Comm
 from distributed.core import send_recv
 
@@ -48,9 +50,9 @@ async def push(
     """
     comm = await rpc.connect(worker)
     try:
-        await patiently(
-            _send(comm, worker, key, buffer, epoch), lambda: (buffer.sent, written(comm)), timeout
-        )
+        share = await _ask(comm, worker, key, buffer, epoch, timeout)
+        sending = _send(comm, buffer, share)
+        await patiently(sending, lambda: (buffer.sent, written(comm)), timeout)
         answer = await comm.read()  # it may have much to unpack
         if answer["status"] != "OK":
             raise TransferError(key, f"{worker}: {answer['reason']}")
@@ -62,22 +64,33 @@ async def push(
         rpc.reuse(worker, comm)
 
 
-async def _send(comm: Comm, worker: str, key: Key, buffer: Buffer, epoch: int) -> None:
-    answer = await send_recv(
-        comm,
-        op="hoplite_push",
-        key=key,
-        epoch=epoch,
-        layout=buffer.layout.to_message(),
-        affinity=affinity(),
-    )
+async def _ask(
+    comm: Comm, worker: str, key: Key, buffer: Buffer, epoch: int, timeout: float
+) -> bool:
+    """Wait until the worker is ready; return whether it can see our memory."""
+    async with asyncio.timeout(timeout):
+        answer = await send_recv(
+            comm,
+            op="hoplite_push",
+            key=key,
+            epoch=epoch,
+            layout=buffer.layout.to_message(),
+            affinity=affinity(),
+        )
+    while answer is not None and answer["status"] == "wait":  # until there is room for it
+        async with asyncio.timeout(timeout):
+            answer = await comm.read()
     if answer is not None and answer["status"] == "gone":
         raise ConnectionError(answer["reason"])
     if answer is None or answer["status"] != "OK":
         reason = "has no Hoplite" if answer is None else answer["reason"]
         raise TransferError(key, f"{worker} does not take it: {reason}")
-    shared = _share(buffer) if answer["share"] else None
-    if answer["share"]:
+    return bool(answer["share"])
+
+
+async def _send(comm: Comm, buffer: Buffer, share: bool) -> None:
+    shared = _share(buffer) if share else None
+    if share:
         await comm.write({"shared": shared.handle if shared is not None else None})
     if shared is not None and (await comm.read())["attached"]:
         await send_marks(comm, shared)

@@ -121,9 +121,11 @@ async def _exchange(comm: Comm, there: Comm, request: dict[str, Any], timeout: f
     while True:
         # The two are not known to see each other's memory, and to go round us is not what is asked.
         await there.write({**request, "affinity": RELAYED})
-        answer = await there.read()
-        await comm.write(answer)
-        status = answer["status"] if isinstance(answer, dict) else None
+        status: str | None = "wait"
+        while status == "wait":
+            answer = await there.read()
+            await comm.write(answer)
+            status = answer["status"] if isinstance(answer, dict) else None
         if status != "other":
             break
         request = await _request(comm)
