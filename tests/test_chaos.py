@@ -57,13 +57,13 @@ def test_sabotage_is_found(tmp_path):
 def load(tmp_path):
     cluster = Cluster(tmp_path)
     journal = Journal(tmp_path / "journal.jsonl")
-    yield Load(cluster, journal, [], seed=0, deadline=0.2)
+    yield Load(cluster, journal, {}, seed=0, deadline=0.2)
     journal.close()
 
 
 def judged(load: Load, method, nbytes: int = 10**6, copies: int | None = None) -> str:
     """What is said of an operation."""
-    load.clients = [None]
+    load.clients = {"hoplite": None}
     op = Operation("test", "tag", nbytes, None)
     op.copies = copies
     asyncio.run(load.perform(op, method))

@@ -103,8 +103,9 @@ class Load:
     ----------
     cluster, journal
         Where it happens, and is written down.
-    clients : list of Client
-        One that has Hoplite, and one that has not.
+    clients : dict of str to Client
+        One that has Hoplite ("hoplite"), one that besides is to reach only the scheduler
+        ("relayed"), and one that has it not ("plain").
     seed : int
         What is done follows from it.
     deadline : float
@@ -115,7 +116,7 @@ class Load:
         self,
         cluster: Cluster,
         journal: Journal,
-        clients: list[Client],
+        clients: dict[str, Client],
         seed: int,
         deadline: float = 60,
     ):
@@ -145,8 +146,8 @@ class Load:
         count = 0
         while not self.over:
             [kind] = rng.choices(list(self.kinds), weights)
-            plain = rng.random() < 0.3 and kind not in HOPLITES
-            client = self.clients[plain]
+            which = rng.choices(list(self.clients), [5, 2, 3])[0]
+            client = self.clients["hoplite" if kind in HOPLITES else which]
             tag = f"{self.seed}/{name}/{count}"
             await self.perform(Operation(kind, tag, _size(rng), client))
             count += 1
@@ -156,7 +157,7 @@ class Load:
         self, op: Operation, method: Callable[[Operation], Awaitable[None]] | None = None
     ) -> None:
         """Do one thing, and judge what came of it."""
-        who = "plain" if op.client is not self.clients[0] else "hoplite"
+        [who] = [name for name, client in self.clients.items() if client is op.client]
         self.journal.note("begin", kind=op.kind, tag=op.tag, nbytes=op.nbytes, client=who)
         doing = asyncio.ensure_future((method or self.kinds[op.kind][1])(op))
         lost_for = 0.0
@@ -240,7 +241,7 @@ class Load:
         op.copies = 1
         tags = [f"{op.tag}/{i}" for i in range(op.rng.randint(1, 3))]
         values = [make(tag, op.nbytes) for tag in tags]
-        if op.client is self.clients[0] and op.rng.random() < 0.5:
+        if op.client is not self.clients["plain"] and op.rng.random() < 0.5:
             futures = await hoplite.scatter(values, client=op.client)
         else:
             futures = await op.client.scatter(values)
@@ -264,7 +265,7 @@ class Load:
         """``client.gather`` and ``hoplite.gather`` of several results."""
         tags = [f"{op.tag}/{i}" for i in range(op.rng.randint(2, 4))]
         futures = op.hold([op.client.submit(make, t, op.nbytes, pure=False) for t in tags])
-        if op.client is self.clients[0] and op.rng.random() < 0.5:
+        if op.client is not self.clients["plain"] and op.rng.random() < 0.5:
             [found] = await hoplite.gather([{"values": futures}], client=op.client)
             values = found["values"]
         else:

@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,15 +91,17 @@ class Run:
         """Let load and faults happen for the time given; then look at what is left."""
         args, cluster, journal = self.args, self.cluster, self.journal
         journal.note("start", **{k: v for k, v in vars(args).items() if k != "run"})
+        other = partial(
+            Client, cluster.address, asynchronous=True, timeout=60, set_as_default=False
+        )
         async with (
             Client(cluster.address, asynchronous=True, timeout=60) as self.client,
-            Client(
-                cluster.address, asynchronous=True, timeout=60, set_as_default=False
-            ) as self.plain,
+            other() as plain,
+            other(direct_to_workers=False) as relayed,
         ):
-            clients = [self.client, self.plain]
+            self.clients = {"hoplite": self.client, "relayed": relayed, "plain": plain}
             self.faults = Faults(cluster, journal, self.client, args.seed, args.workers)
-            self.load = Load(cluster, journal, clients, args.seed, args.deadline)
+            self.load = Load(cluster, journal, self.clients, args.seed, args.deadline)
             self.load.diagnose = self.diagnose
             for _ in range(args.workers):
                 self.faults.join()
@@ -130,7 +133,9 @@ class Run:
         """Use everything once, and see what the processes are then."""
         while len(self.cluster.present()) < self.args.workers:
             await asyncio.sleep(0.1)
-        for client in (self.client, self.plain):
+        for name, client in self.clients.items():
+            if name != "plain":
+                await hoplite.status(client=client)
             x = await client.scatter(np.ones(2**25, "u1"), broadcast=True)
             sums = [client.submit(len, x, pure=False) for _ in range(self.args.workers)]
             await client.gather([x, *sums])
@@ -138,7 +143,6 @@ class Run:
         addresses = [member.address for member in self.cluster.present()]
         inside = [self.client.submit(in_task, b"x", workers=[w], pure=False) for w in addresses]
         await self.client.gather(inside)
-        await hoplite.status(client=self.client)
         del x, sums, inside
         await self.emptied(self.args.settle)
         figures = await self.figures()
@@ -191,13 +195,14 @@ class Run:
     async def figures(self) -> dict[str, dict[str, int]]:
         """Figures of all processes. Twice, since the pools of one hold connections of another."""
         for _ in range(2):
-            self.plain.rpc.collect()
-            scheduler, workers, client = await asyncio.gather(
+            for client in self.clients.values():
+                client.rpc.collect()
+            scheduler, workers, ours = await asyncio.gather(
                 self.client.run_on_scheduler(leftovers.figures_of_scheduler),
                 self.client.run(leftovers.figures_of_worker),
                 leftovers.figures(self.client),
             )
-        return {"scheduler": scheduler, **workers, "client": client}
+        return {"scheduler": scheduler, **workers, "client": ours}
 
     async def diagnose(self, op: Operation) -> dict[str, Any]:
         """What everybody knows of the objects of an operation that hangs."""
