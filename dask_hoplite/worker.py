@@ -6,12 +6,10 @@ import asyncio
 import logging
 import time as clock
 from collections.abc import Callable, Collection, Hashable
-from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from typing import Any
 
 from distributed import Client, Worker, WorkerPlugin
-from distributed.comm.core import Comm, CommClosedError
+from distributed.comm.core import Comm
 from distributed.core import Status, context_meter_to_server_digest, error_message
 from distributed.metrics import context_meter, time
 from distributed.worker import WORKER_ANY_RUNNING
@@ -23,18 +21,15 @@ from distributed.worker_state_machine import (
     StateMachineEvent,
 )
 
-from dask_hoplite.core.events import Abandoned, Declined, Event, Finished, Key
+from dask_hoplite.arrivals import Arrivals
+from dask_hoplite.core.events import Declined, Event, Key
 from dask_hoplite.core.instructions import Instruction, Pull
 from dask_hoplite.exceptions import CancelledPullError, HopliteError, ObjectTooLargeError
 from dask_hoplite.failed_dependency import FailedDependencyEvent
 from dask_hoplite.messages import decode, encode
-from dask_hoplite.transfer.buffer import Buffer
-from dask_hoplite.transfer.layout import Layout
-from dask_hoplite.transfer.pull import SLOTS, Incoming, Puller, unpack
-from dask_hoplite.transfer.room import Room
-from dask_hoplite.transfer.serve import NoReply, accept, serve
-from dask_hoplite.transfer.shared import AttachedBuffer, make_room
-from dask_hoplite.transfer.shelf import Entry, Shelf
+from dask_hoplite.transfer.pull import Incoming, Puller
+from dask_hoplite.transfer.serve import NoReply, serve
+from dask_hoplite.transfer.shelf import Shelf
 
 logger = logging.getLogger(__name__)
 
@@ -46,17 +41,6 @@ FLYING = ("flight", "resumed", "cancelled")
 
 #: How often a peer that is busy with small keys is asked again, and after how long (as Dask does).
 BUSY_RETRIES, BUSY_DELAY = 40, 0.15
-
-
-@dataclass
-class Expected:
-    """A push that is about to come, or coming."""
-
-    epoch: int
-    entry: Entry
-    timer: asyncio.TimerHandle
-    shares_host: bool
-    coming: bool = False
 
 
 class HopliteWorker(WorkerPlugin):
@@ -99,14 +83,13 @@ class HopliteWorker(WorkerPlugin):
             memory_limit=worker.memory_manager.memory_limit,
             bytes_limit=bytes_limit,
         )
-        self.pushes = Room(SLOTS, bytes_limit)
-        self.expected: dict[Key, Expected] = {}
+        self.arrivals = Arrivals(worker, self.puller, self.report, self.push_timeout, bytes_limit)
         self.landing: dict[Key, asyncio.Future[None]] = {}
         self.plain_gather_dep = worker.gather_dep
         self.handlers: dict[str, Callable[..., Any]] = {
             "hoplite_pull": self.serve,
-            "hoplite_push": self.accept,
-            "hoplite_expect": self.expect,
+            "hoplite_push": self.arrivals.accept,
+            "hoplite_expect": self.arrivals.expect,
             "hoplite_acquire": self.acquire,
             "hoplite_cancel": self.cancel,
         }
@@ -128,8 +111,7 @@ class HopliteWorker(WorkerPlugin):
         self.on_spill.remove(self.spilled)
         for name in self.handlers:
             worker.handlers.pop(name, None)
-        for key in list(self.expected):
-            self._unexpect(key)
+        self.arrivals.close()
         for landing in self.landing.values():
             landing.cancel()
         await self.puller.close()
@@ -362,8 +344,7 @@ class HopliteWorker(WorkerPlugin):
         incoming = self.puller.incoming.get(key)
         if incoming is not None and incoming.epoch <= epoch:
             self.puller.cancel(key)
-        if key in self.expected and self.expected[key].epoch == epoch:
-            self._unexpect(key)
+        self.arrivals.cancel(key, epoch)
 
     # Serving
 
@@ -421,116 +402,3 @@ class HopliteWorker(WorkerPlugin):
                 }
             )
         return answer
-
-    # Objects pushed from outside
-
-    async def expect(self, key: Key, epoch: int, shares_host: bool) -> dict[str, str]:
-        """Be ready for a push, and for readers of what it will bring."""
-        if key in self.expected and self.expected[key].epoch < epoch:
-            self._unexpect(key)  # it was given up
-        if key in self.worker.data or key in self.puller.incoming or key in self.expected:
-            return {"status": "held", "reason": f"{key!r} is here or on its way already"}
-        entry = self.shelf.promise(key)
-        self.expected[key] = Expected(epoch, entry, self._timer(key), shares_host)
-        return {"status": "OK"}
-
-    def _timer(self, key: Key) -> asyncio.TimerHandle:
-        loop, later = asyncio.get_running_loop(), self.worker._ongoing_background_tasks.call_soon
-        return loop.call_later(self.push_timeout, later, self._is_overdue, key)
-
-    async def _is_overdue(self, key: Key) -> None:
-        """Find out whether an object is still to come: its client may have others to send first."""
-        expected = self.expected.get(key)
-        if expected is None or expected.coming:
-            return
-        try:
-            comes = await self.worker.scheduler.hoplite_comes(key=key, epoch=expected.epoch)
-        except OSError:
-            comes = None
-        if self.expected.get(key) is expected and not expected.coming:
-            if comes:
-                expected.timer = self._timer(key)
-            else:
-                self._unexpect(key)
-
-    def _unexpect(self, key: Key) -> None:
-        self.expected.pop(key).timer.cancel()
-        self.shelf.discard(key, ConnectionError("the push did not come"))
-
-    async def accept(
-        self, comm: Comm, key: Key, epoch: int, layout: dict[str, Any], affinity: str = ""
-    ) -> dict[str, Any]:
-        """Take an object that a client or the scheduler pushes, when there is room for it.
-
-        It waits for other pushes only: what is pulled here may wait for a push itself.
-        """
-        expected = self.expected.get(key)
-        if expected is None or expected.epoch != epoch or expected.coming:
-            return {"status": "refused", "reason": "it was not expected, or no longer"}
-        expected.coming = True
-        expected.timer.cancel()
-        async with AsyncExitStack() as stack:
-            room = self.pushes.take(sum(layout["lengths"]))
-            entering = asyncio.create_task(stack.enter_async_context(room))
-            try:
-                while not (await asyncio.wait({entering}, timeout=self.push_timeout / 3))[0]:
-                    await comm.write({"status": "wait"})  # or we would be taken to be frozen
-            finally:
-                entering.cancel()
-                await asyncio.wait({entering})
-            return await self._accept(comm, key, expected, layout, affinity)
-
-    async def _accept(
-        self, comm: Comm, key: Key, expected: Expected, layout: dict[str, Any], affinity: str
-    ) -> dict[str, Any]:
-        asked = clock.monotonic()
-        buffer: Buffer | None = None
-
-        def begin(layout: Layout, handle: dict[str, Any] | None) -> Buffer:
-            nonlocal buffer
-            if expected.entry.buffer.done():
-                raise CommClosedError(f"{key!r} was given up")
-            buffer = (
-                AttachedBuffer(layout, handle)
-                if handle is not None
-                else make_room(layout, expected.shares_host)
-            )
-            expected.entry.buffer.set_result(buffer)
-            return buffer
-
-        try:
-            how = await accept(
-                comm,
-                self.address,
-                Layout.from_message(layout),
-                affinity,
-                begin,
-                self.push_timeout,
-            )
-            assert buffer is not None
-            stop = clock.monotonic()
-            value = await unpack(buffer)
-            if self.shelf.entries.get(key) is not expected.entry:
-                raise HopliteError("it was released meanwhile")
-            held = self.worker.update_data({key: value}, stimulus_id=f"hoplite-push-{clock.time()}")
-        except BaseException as error:
-            if self.shelf.entries.get(key) is expected.entry:
-                self.shelf.discard(key, ConnectionError(f"the push failed: {error}"))
-            self.report(
-                Abandoned(
-                    key,
-                    self.address,
-                    expected.epoch,
-                    buffer.received if buffer else 0,
-                    f"push: {error}",
-                )
-            )
-            if isinstance(error, OSError) or not isinstance(error, Exception):
-                raise
-            return {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
-        finally:
-            if self.expected.get(key) is expected:
-                del self.expected[key]
-        self.shelf.settle(key)
-        self.report(Finished(key, self.address, expected.epoch, 0.0, stop - asked, how))
-        return {"status": "OK", "nbytes": held["nbytes"][key]}

@@ -24,7 +24,7 @@ def left(s, workers):
     for worker in workers:
         extension = worker.plugins["hoplite"]
         things = {"data": worker.data, "tasks": worker.state.tasks}
-        things |= {"incoming": extension.puller.incoming, "expected": extension.expected}
+        things |= {"incoming": extension.puller.incoming, "expected": extension.arrivals.expected}
         things |= {"shelf": extension.shelf.entries, "awaited": extension.shelf.awaited}
         found |= {f"{name} of {worker.address}": keys for name, keys in things.items()}
     return {name: list(keys) for name, keys in found.items() if keys}

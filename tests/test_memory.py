@@ -13,7 +13,7 @@ from distributed import wait
 from distributed.core import Status
 
 import dask_hoplite as hoplite
-from dask_hoplite import Hoplite, ObjectTooLargeError, worker
+from dask_hoplite import Hoplite, ObjectTooLargeError, arrivals
 from dask_hoplite.transfer import pull
 from dask_hoplite.transfer.buffer import Buffer
 from dask_hoplite.transfer.room import Room
@@ -116,7 +116,7 @@ class Watch:
                 weakref.finalize(frame.obj, self.gone, frame.nbytes)
             return buffer
 
-        for module in (pull, worker):
+        for module in (pull, arrivals):
             monkeypatch.setattr(module, "make_room", make_room)
 
     def gone(self, nbytes: int) -> None:
@@ -287,7 +287,7 @@ async def test_pushes_come_one_after_the_other_where_room_is_short(c, s, a, b):
     await c.register_plugin(Hoplite())
     for w in (a, b):
         extension = w.plugins["hoplite"]
-        extension.pushes.nbytes = extension.puller.room.nbytes = 150_000
+        extension.arrivals.room.nbytes = extension.puller.room.nbytes = 150_000
     values = [array(seed=i) for i in range(12)]
     futures = await asyncio.wait_for(c.scatter(values, broadcast=True), 20)
     for future, value in zip(futures, values, strict=True):
@@ -295,5 +295,5 @@ async def test_pushes_come_one_after_the_other_where_room_is_short(c, s, a, b):
         np.testing.assert_array_equal(a.data[future.key], value)
     for w in (a, b):
         extension = w.plugins["hoplite"]
-        for room in (extension.pushes, extension.puller.room):
+        for room in (extension.arrivals.room, extension.puller.room):
             assert not room.taken and not room.waiting

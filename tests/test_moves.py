@@ -271,7 +271,7 @@ async def test_scatter_that_is_cancelled_while_it_is_placed_leaves_nothing(c, s,
     go_on.set()
     await until(lambda: not extension.giving_up)
     assert not plugin(s).copies.puts and not s.tasks
-    await until(lambda: not any(w.plugins["hoplite"].expected for w in (a, b)))
+    await until(lambda: not any(w.plugins["hoplite"].arrivals.expected for w in (a, b)))
     await until(lambda: not plugin(s).directory.trees and not a.data and not b.data)
 
 
@@ -816,11 +816,11 @@ async def test_an_object_is_expected_for_as_long_as_others_are_sent_first(c, s, 
 async def test_an_object_that_nobody_sends_is_expected_no_longer(c, s, a):
     await c.register_plugin(Hoplite())
     extension = a.plugins["hoplite"]
-    await extension.expect("x", 1, False)
+    await extension.arrivals.expect("x", 1, False)
     reading = asyncio.create_task(read(extension.shelf, "x"))
     with pytest.raises(ConnectionError, match="did not come"):
         await reading
-    assert not extension.expected and not extension.shelf.entries
+    assert not extension.arrivals.expected and not extension.shelf.entries
 
 
 async def read(shelf, key):
@@ -847,7 +847,7 @@ async def test_a_push_that_waits_for_room_is_not_taken_to_be_stuck(c, s, a, dire
         return await plain_accept(comm, **message)
 
     a.handlers["hoplite_push"] = accept
-    async with extension.pushes.take(10**15):
+    async with extension.arrivals.room.take(10**15):
         scattering = asyncio.create_task(c.scatter(array(), direct=direct))
         await until(lambda: words.count("wait") == 7)
     assert np.array_equal(await (await scattering), array())
@@ -858,12 +858,12 @@ async def test_a_push_that_waits_for_room_is_not_taken_to_be_stuck(c, s, a, dire
 async def test_a_push_that_is_given_up_while_it_waits_for_room(c, s, a):
     await c.register_plugin(Hoplite())
     extension = a.plugins["hoplite"]
-    async with extension.pushes.take(10**15):
+    async with extension.arrivals.room.take(10**15):
         scattering = asyncio.create_task(c.scatter(array()))
-        await until(lambda: extension.pushes.waiting)
+        await until(lambda: extension.arrivals.room.waiting)
         scattering.cancel()
         with pytest.raises(asyncio.CancelledError):
             await scattering
-        await until(lambda: not extension.expected and not plugin(s).copies.puts)
-    await until(lambda: not extension.pushes.taken)
-    assert not extension.pushes.waiting and not a.data and not extension.shelf.entries
+        await until(lambda: not extension.arrivals.expected and not plugin(s).copies.puts)
+    await until(lambda: not extension.arrivals.room.taken)
+    assert not extension.arrivals.room.waiting and not a.data and not extension.shelf.entries

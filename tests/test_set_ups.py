@@ -215,7 +215,9 @@ async def test_a_client_that_leaves_in_the_middle(c, s, a, b):
     await until(lambda: not plugin(s).copies.puts)
     extensions = [w.plugins["hoplite"] for w in (a, b)]
     await until(
-        lambda: not any(e.expected or e.puller.incoming or e.shelf.entries for e in extensions)
+        lambda: (
+            not any(e.arrivals.expected or e.puller.incoming or e.shelf.entries for e in extensions)
+        )
     )
     assert not plugin(s).directory.trees and not s.tasks
 
@@ -252,12 +254,12 @@ async def test_a_push_that_is_given_up_leaves_nothing(c, s, a, started):
         pushing = asyncio.create_task(
             push.push(c.rpc, a.address, "x", buffer, placement["x"][1], timeout=60)
         )
-        entry = extension.expected["x"].entry
+        entry = extension.arrivals.expected["x"].entry
         await until(lambda: entry.buffer.done())
         if started:
             await until(lambda: entry.buffer.result().received)
         copies.abort(["x"], "test")
-        await until(lambda: not extension.expected)
+        await until(lambda: not extension.arrivals.expected)
         go_on.set()
         with pytest.raises((TransferError, OSError)):
             await pushing

@@ -72,7 +72,7 @@ def of_worker(dask_worker: Any) -> dict[str, list[str]]:
         "shelf": [f"{key}: {entry}" for key, entry in plugin.shelf.entries.items()],
         "awaited": list(map(str, plugin.shelf.awaited)),
         "incoming": list(map(str, plugin.puller.incoming)),
-        "expected": list(map(str, plugin.expected)),
+        "expected": list(map(str, plugin.arrivals.expected)),
         "landing": list(map(str, plugin.landing)),
         "sending": ["x"] * dask_worker.transfer_outgoing_count,
         **of_process(),

@@ -266,7 +266,7 @@ async def _worker_story(keys: list[Any], dask_worker: Any) -> dict[str, Any]:
             for key, pull in plugin.puller.incoming.items()
         },
         "shelf": {str(key): str(entry) for key, entry in plugin.shelf.entries.items()},
-        "expected": list(map(str, plugin.expected)),
+        "expected": list(map(str, plugin.arrivals.expected)),
         "landing": list(map(str, plugin.landing)),
         "waits": [leftovers.where(task) for task in asyncio.all_tasks()],
         "story": [str(item) for item in dask_worker.state.story(*keys)][-40:],
