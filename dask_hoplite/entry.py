@@ -45,7 +45,7 @@ async def enter(
     buffers : mapping of Key to Buffer
         The objects.
     place, commit : callable
-        See :class:`~dask_hoplite.copies.Copies`. Given are the sizes on the wire, and the workers
+        See :class:`~dask_hoplite.puts.Puts`. Given are the sizes on the wire, and the workers
         that were tried; and the sizes there.
     push : callable
         Sends one; see :func:`dask_hoplite.transfer.push.push`.

@@ -33,6 +33,8 @@ from dask_hoplite.core.instructions import Cancel, Instruction
 from dask_hoplite.core.wishes import Wishes
 from dask_hoplite.exceptions import ObjectLostError
 from dask_hoplite.messages import decode, encode
+from dask_hoplite.puts import Puts
+from dask_hoplite.targets import fits
 from dask_hoplite.transfer.relay import relay
 from dask_hoplite.transfer.serve import NoReply
 from dask_hoplite.worker import TOPIC, HopliteWorker
@@ -110,6 +112,7 @@ class Hoplite(SchedulerPlugin):
         for address in scheduler.workers:
             self.add_worker(scheduler, address)
         self.copies = Copies(self, scheduler)
+        self.puts = Puts(self, scheduler, self.copies)
         self._install()
         plugin = HopliteWorker(
             self.config.min_size, self.config.stall_timeout, self.config.push_timeout
@@ -123,14 +126,14 @@ class Hoplite(SchedulerPlugin):
         )
 
     def _install(self) -> None:
-        scheduler, copies = self.scheduler, self.copies
+        scheduler, copies, puts = self.scheduler, self.copies, self.puts
         self.added: dict[str, Callable[..., Any]] = {
             "hoplite_hello": self.hello,
             "hoplite_tell": self.tell,
-            "hoplite_place": copies.place,
-            "hoplite_commit": copies.commit,
+            "hoplite_place": puts.place,
+            "hoplite_commit": puts.commit,
             "hoplite_abort": self.abort,
-            "hoplite_comes": copies.comes,
+            "hoplite_comes": puts.comes,
             "hoplite_broadcast": copies.broadcast,
             "hoplite_locate": self.locate,
             "hoplite_relay": self.relay,
@@ -138,7 +141,7 @@ class Hoplite(SchedulerPlugin):
             "hoplite_status": self.status,
         }
         methods: dict[str, Callable[..., Any]] = {
-            "scatter": copies.scatter,
+            "scatter": puts.scatter,
             "replicate": copies.replicate,
             "gather_on_worker": copies.gather_on_worker,
             "_task_to_msg": self.task_to_msg,
@@ -229,7 +232,7 @@ class Hoplite(SchedulerPlugin):
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
         """Give up what a client was about to push."""
-        self.copies.client_left(client)
+        self.puts.client_left(client)
 
     def restart(self, scheduler: Scheduler) -> None:
         """Forget all objects."""
@@ -340,8 +343,7 @@ class Hoplite(SchedulerPlugin):
                 continue
             missing = self.wishes.targets(key, running) - {ws.address for ws in ts.who_has}
             for worker in missing:
-                limit = self.scheduler.workers[worker].memory_limit
-                if not limit or limit >= ts.nbytes:
+                if fits(ts.nbytes, self.scheduler.workers[worker]):
                     with suppress(CommClosedError):  # it has left, as Dask is about to learn
                         self.scheduler.request_acquire_replicas(
                             worker, [key], stimulus_id=f"hoplite-wish-{time()}"
@@ -365,13 +367,13 @@ class Hoplite(SchedulerPlugin):
 
     def nbytes(self, key: Key) -> int | None:
         """The size of an object that Hoplite moves."""
-        if (put := self.copies.puts.get(key)) is not None:
+        if (put := self.puts.pending.get(key)) is not None:
             return put.nbytes
         return self.scheduler.tasks[key].nbytes if self.is_large(key) else None
 
     def _expected(self, key: Key) -> int:
         """How many workers may want this object about now."""
-        if (put := self.copies.puts.get(key)) is not None:
+        if (put := self.puts.pending.get(key)) is not None:
             return len(put.copying) + 1
         ts = self.scheduler.tasks.get(key)
         waiting = len(ts.waiters or ()) if ts is not None else 1
@@ -395,7 +397,7 @@ class Hoplite(SchedulerPlugin):
 
     async def abort(self, keys: list[Key], reason: str) -> None:
         """A client gives up objects that it was about to push."""
-        self.copies.abort(keys, reason)
+        self.puts.abort(keys, reason)
 
     async def locate(self, keys: list[Key]) -> dict[Key, tuple[int, list[str]]]:
         """Sizes and holders of objects in memory."""

@@ -264,7 +264,7 @@ async def test_unknown_worker(c, s, *workers):
             await hoplite.broadcast(value, workers=["tcp://10.9.8.7:65"], client=c)
     with pytest.raises(ValueError, match=r"tcp://10\.9\.8\.7:65"):
         await c.scatter(array(), workers=["tcp://10.9.8.7:65"], broadcast=True)
-    assert not plugin(s).copies.puts and not plugin(s).wishes
+    assert not plugin(s).puts.pending and not plugin(s).wishes
 
 
 @hoplite_cluster()
@@ -354,7 +354,7 @@ async def test_objects_larger_than_a_limit(c, s, a, b):
         await hoplite.broadcast(x, workers=[b.address], client=c)
     y = await hoplite.broadcast(array(), client=c)
     assert holders(s, y) == {a.address}, "the others are served"
-    assert not plugin(s).copies.puts
+    assert not plugin(s).puts.pending
 
 
 @hoplite_cluster(nthreads=[])

@@ -19,7 +19,7 @@ from tests.helpers import array, hoplite_cluster, plugin, until
 def left(s, workers):
     """What is left of any object: in Dask, and in Hoplite."""
     hoplite = plugin(s)
-    found = {"tasks": s.tasks, "puts": hoplite.copies.puts, "trees": hoplite.directory.trees}
+    found = {"tasks": s.tasks, "puts": hoplite.puts.pending, "trees": hoplite.directory.trees}
     found["wishes"] = hoplite.wishes._wishes
     for worker in workers:
         extension = worker.plugins["hoplite"]
@@ -75,4 +75,4 @@ async def test_drop_during_a_broadcast_and_the_same_again(c, s, *workers):
         copying.exception()
         del x, again, copying
     await until(lambda: not s.tasks and not any(w.data for w in workers))
-    assert not plugin(s).wishes and not plugin(s).copies.puts
+    assert not plugin(s).wishes and not plugin(s).puts.pending

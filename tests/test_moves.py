@@ -245,7 +245,7 @@ async def test_scatter_that_is_cancelled_leaves_nothing(c, s, a, b):
     await asyncio.wait({scattering})
     await until(lambda: not s.tasks)
     go_on.set()
-    await until(lambda: not plugin(s).copies.puts and not plugin(s).wishes)
+    await until(lambda: not plugin(s).puts.pending and not plugin(s).wishes)
     await until(lambda: not a.data and not b.data)
 
 
@@ -270,7 +270,7 @@ async def test_scatter_that_is_cancelled_while_it_is_placed_leaves_nothing(c, s,
     assert extension.giving_up
     go_on.set()
     await until(lambda: not extension.giving_up)
-    assert not plugin(s).copies.puts and not s.tasks
+    assert not plugin(s).puts.pending and not s.tasks
     await until(lambda: not any(w.plugins["hoplite"].arrivals.expected for w in (a, b)))
     await until(lambda: not plugin(s).directory.trees and not a.data and not b.data)
 
@@ -292,7 +292,7 @@ async def test_scatter_after_its_client_was_closed(c, s, a):
     scattering.cancel()
     with pytest.raises(asyncio.CancelledError):
         await scattering
-    await until(lambda: not plugin(s).copies.puts)
+    await until(lambda: not plugin(s).puts.pending)
     never.set()
 
 
@@ -329,7 +329,7 @@ async def test_scatter_that_is_given_up_leaves_no_copies(c, s, a, b):
     go_on.set()
     await until(lambda: not a.data and not b.data)
     hold.set()
-    assert not plugin(s).copies.puts and not s.tasks
+    assert not plugin(s).puts.pending and not s.tasks
 
 
 @hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 2)
@@ -357,7 +357,7 @@ async def test_scatter_by_the_scheduler_that_is_cancelled_leaves_nothing(c, s, a
     go_on.set()
     await done.wait()
     await until(lambda: not s.tasks and not a.data and not b.data)
-    assert not c.futures and not plugin(s).wishes and not plugin(s).copies.puts
+    assert not c.futures and not plugin(s).wishes and not plugin(s).puts.pending
     await until(lambda: not extension.giving_up)
 
 
@@ -365,19 +365,19 @@ async def test_scatter_by_the_scheduler_that_is_cancelled_leaves_nothing(c, s, a
 @hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 2)
 async def test_scatter_of_several_sends_again_what_was_lost_meanwhile(c, s, a, b, registered):
     await c.register_plugin(Hoplite())
-    copies, pushed = plugin(s).copies, []
-    plain_commit = copies.commit
+    puts, pushed = plugin(s).puts, []
+    plain_commit = puts.commit
 
     async def commit(client, nbytes):
         if b.address in s.workers:
             await s.remove_worker(b.address, stimulus_id="test")
             done = await plain_commit(client, nbytes)
-            [lost] = [key for key in nbytes if copies.puts[key].root == b.address]
+            [lost] = [key for key in nbytes if puts.pending[key].root == b.address]
             assert done["lost"] == {lost: b.address} and not s.tasks
             return done
         return await plain_commit(client, nbytes)
 
-    copies.commit = s.handlers["hoplite_commit"] = commit
+    puts.commit = s.handlers["hoplite_commit"] = commit
     plain_accept = a.handlers["hoplite_push"]
 
     async def accept(comm, key, **message):
@@ -390,7 +390,7 @@ async def test_scatter_of_several_sends_again_what_was_lost_meanwhile(c, s, a, b
         assert sorted(pushed) == sorted(future.key for future in futures), "each once"
         for seed, future in enumerate(futures):
             assert np.array_equal(await future, array(seed=seed))
-        assert not copies.puts
+        assert not puts.pending
 
 
 @pytest.mark.parametrize("registered", [True, False])
@@ -398,8 +398,8 @@ async def test_scatter_of_several_sends_again_what_was_lost_meanwhile(c, s, a, b
 @hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 4)
 async def test_scatter_whose_workers_leave_one_after_the_other(c, s, *workers, when, registered):
     await c.register_plugin(Hoplite())
-    copies, left = plugin(s).copies, []
-    plain_commit = copies.commit
+    puts, left = plugin(s).puts, []
+    plain_commit = puts.commit
 
     async def leave(worker):
         left.append(worker.address)
@@ -407,7 +407,7 @@ async def test_scatter_whose_workers_leave_one_after_the_other(c, s, *workers, w
 
     async def commit(client, nbytes):
         for key in nbytes:
-            await leave(s.workers[copies.puts[key].root])
+            await leave(s.workers[puts.pending[key].root])
         return await plain_commit(client, nbytes)
 
     def take_part(worker):
@@ -421,7 +421,7 @@ async def test_scatter_whose_workers_leave_one_after_the_other(c, s, *workers, w
         return accept
 
     if when == "before it is known":
-        copies.commit = s.handlers["hoplite_commit"] = commit
+        puts.commit = s.handlers["hoplite_commit"] = commit
     else:
         for worker in workers:
             worker.handlers["hoplite_push"] = take_part(worker)
@@ -432,7 +432,7 @@ async def test_scatter_whose_workers_leave_one_after_the_other(c, s, *workers, w
         assert list(caught.value.tried) == left
         assert all(caught.value.tried.values())
         await until(lambda: not plugin(s).directory.trees)
-        assert not copies.puts and not s.tasks
+        assert not puts.pending and not s.tasks
         assert not any(w.data for w in workers if w.address in s.workers)
 
 
@@ -459,7 +459,7 @@ async def test_scatter_to_named_workers_that_leave(c, s, a, b, bystander):
     never.set()
     x = await c.scatter(array(), workers=[b.address], broadcast=True)
     assert s.tasks[x.key].who_has == {s.workers[b.address]}
-    assert not plugin(s).copies.puts
+    assert not plugin(s).puts.pending
 
 
 @pytest.mark.parametrize("registered", [True, False])
@@ -486,7 +486,7 @@ async def test_scatter_passes_over_a_worker_that_does_not_answer(c, s, *workers,
         x = await (c if registered else other).scatter(array())
         assert len(asked) == 2
         assert s.tasks[x.key].who_has == {s.workers[asked[1].address]}
-        assert not asked[0].data and not plugin(s).copies.puts
+        assert not asked[0].data and not plugin(s).puts.pending
         never.set()
 
 
@@ -545,7 +545,7 @@ async def test_scatter_broadcast(c, s, *workers, registered):
         assert len({r["source"] for r in finished(s, x.key)}) == 4
         del x, y, z
         await until(lambda: not s.tasks and not any(w.data for w in workers))
-        assert not plugin(s).wishes and not plugin(s).copies.puts
+        assert not plugin(s).wishes and not plugin(s).puts.pending
         assert not plugin(s).directory.trees
 
 
@@ -864,6 +864,6 @@ async def test_a_push_that_is_given_up_while_it_waits_for_room(c, s, a):
         scattering.cancel()
         with pytest.raises(asyncio.CancelledError):
             await scattering
-        await until(lambda: not extension.arrivals.expected and not plugin(s).copies.puts)
+        await until(lambda: not extension.arrivals.expected and not plugin(s).puts.pending)
     await until(lambda: not extension.arrivals.room.taken)
     assert not extension.arrivals.room.waiting and not a.data and not extension.shelf.entries

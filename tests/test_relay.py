@@ -64,7 +64,7 @@ def relaying():
 async def nothing_is_left(c, s):
     """No connection is in use, and nobody relays."""
     await until(lambda: not relaying() and not s.rpc.active and not c.rpc.active)
-    assert not plugin(s).copies.puts
+    assert not plugin(s).puts.pending
 
 
 async def there_and_back(c, s, workers, path="tcp stream, relayed"):

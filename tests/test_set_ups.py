@@ -171,7 +171,7 @@ async def test_a_client_that_cannot_reach_the_workers(c, s, a, b):
     assert np.array_equal(await x, array())
     y = hosted(c, seed=1)
     assert np.array_equal(await c.gather(y), array(seed=1))
-    assert not plugin(s).copies.puts
+    assert not plugin(s).puts.pending
 
 
 @hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 2)
@@ -211,8 +211,8 @@ async def test_a_client_that_leaves_in_the_middle(c, s, a, b):
             client=other.id, nbytes={"x": 10_000}, broadcast=True, timeout=1
         )
         assert set(placement) == {"x"}
-        assert plugin(s).copies.puts
-    await until(lambda: not plugin(s).copies.puts)
+        assert plugin(s).puts.pending
+    await until(lambda: not plugin(s).puts.pending)
     extensions = [w.plugins["hoplite"] for w in (a, b)]
     await until(
         lambda: (
@@ -230,7 +230,7 @@ async def test_a_client_that_left_before_its_request(c, s, a, b):
         await c.scheduler.hoplite_place(**request)
     with pytest.raises(TransferError, match="client gone left"):
         await c.scheduler.scatter(data={"x": Serialize(array())}, workers=None, client="gone")
-    assert not plugin(s).copies.puts and not plugin(s).directory.trees and not s.tasks
+    assert not plugin(s).puts.pending and not plugin(s).directory.trees and not s.tasks
     assert "gone" not in s.clients
 
 
@@ -238,9 +238,9 @@ async def test_a_client_that_left_before_its_request(c, s, a, b):
 @hoplite_cluster(nthreads=[("127.0.0.1", 1)])
 async def test_a_push_that_is_given_up_leaves_nothing(c, s, a, started):
     await c.register_plugin(Hoplite())
-    copies, extension = plugin(s).copies, a.plugins["hoplite"]
+    puts, extension = plugin(s).puts, a.plugins["hoplite"]
     buffer, go_on = Buffer(*dump(array())), asyncio.Event()
-    placement = await copies.place(c.id, {"x": buffer.nbytes}, timeout=1)
+    placement = await puts.place(c.id, {"x": buffer.nbytes}, timeout=1)
     plain_send, block = push.send, buffer.layout.block
 
     async def send(comm, buffer, offset):
@@ -258,7 +258,7 @@ async def test_a_push_that_is_given_up_leaves_nothing(c, s, a, started):
         await until(lambda: entry.buffer.done())
         if started:
             await until(lambda: entry.buffer.result().received)
-        copies.abort(["x"], "test")
+        puts.abort(["x"], "test")
         await until(lambda: not extension.arrivals.expected)
         go_on.set()
         with pytest.raises((TransferError, OSError)):
@@ -281,10 +281,10 @@ async def test_a_client_that_leaves_while_its_object_is_placed(c, s, a, b):
         worker.handlers["hoplite_expect"] = expect
     async with Client(s.address, asynchronous=True) as other:
         placing = asyncio.create_task(
-            plugin(s).copies.place(other.id, {"x": 10_000}, broadcast=True, timeout=1)
+            plugin(s).puts.place(other.id, {"x": 10_000}, broadcast=True, timeout=1)
         )
         await expecting.wait()
-    assert not plugin(s).copies.puts and not plugin(s).directory.trees
+    assert not plugin(s).puts.pending and not plugin(s).directory.trees
     left.set()
     with pytest.raises(TransferError, match="'x': was given up"):
         await placing

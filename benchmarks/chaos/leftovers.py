@@ -56,7 +56,7 @@ def of_scheduler(dask_scheduler: Any) -> dict[str, list[str]]:
         ],
         "trees": [repr(tree) for tree in plugin.directory.trees.values()],
         "wishes": list(map(str, plugin.wishes._wishes)),
-        "puts": list(map(str, plugin.copies.puts)),
+        "puts": list(map(str, plugin.puts.pending)),
         "planned": list(map(str, plugin.copies.planned)),
         "plugin's tasks": list(map(str, plugin.tasks)),
         **of_process(),

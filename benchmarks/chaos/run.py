@@ -250,7 +250,7 @@ async def _story(dask_scheduler: Any, keys: list[Any]) -> dict[str, Any]:
         "tasks": tasks,
         "workers": {ws.address: str(ws.status) for ws in dask_scheduler.workers.values()},
         "rows": [row for row in plugin.directory.log() if row["key"] in wanted][-40:],
-        "puts": {str(key): str(put) for key, put in plugin.copies.puts.items()},
+        "puts": {str(key): str(put) for key, put in plugin.puts.pending.items()},
         "waits": [leftovers.where(task) for task in asyncio.all_tasks()],
         "story": [str(item) for item in dask_scheduler.story(*wanted)][-60:],
     }
