@@ -33,7 +33,7 @@ from typing import Any, Literal, NamedTuple
 from dask_hoplite.core import events
 from dask_hoplite.core.cost import CostModel
 from dask_hoplite.core.directory import Directory
-from dask_hoplite.core.instructions import Cancel, Instruction, NoSource, Pull
+from dask_hoplite.core.instructions import Cancel, Instruction, NoSource, Pull, Wait
 from dask_hoplite.core.watch import Watch
 
 KEY = "object"
@@ -145,6 +145,7 @@ class Flow:
     first: int
     ceiling: Line = NOTHING
     answered: float | None = None  #: time of the first byte
+    slow: float = 0.0  #: the rate of which the receiver has complained
     version: int = 0  #: of what is foreseen for it
 
 
@@ -227,6 +228,8 @@ class Simulation:
             pass  # it has crossed with the end
         elif isinstance(told, NoSource | Cancel):
             self.give_up(worker, told.reason)
+        elif isinstance(told, Wait) and told.again:
+            self.at(self.now + told.again, self.repeat, worker.flow)
         elif isinstance(told, Pull) and told.epoch > worker.epoch:
             worker.epoch = told.epoch
             self.pull(worker, self.workers[told.source], told.rate)
@@ -276,8 +279,14 @@ class Simulation:
             elif finding == "stalled":
                 self.tell(events.Stalled, worker)
             elif finding == "lagging":
-                self.tell(events.Lagging, worker, watch.rate)
+                flow.slow = watch.rate
+                self.tell(events.Lagging, worker, flow.slow)
             self.at(self.now + watch.interval, self.look, flow, watch)
+
+    def repeat(self, flow: Flow | None) -> None:
+        """A receiver says again that its bytes come slowly."""
+        if flow is not None and flow.receiver.flow is flow and not flow.receiver.frozen:
+            self.tell(events.Lagging, flow.receiver, flow.slow)
 
     def finish(self, flow: Flow) -> None:
         worker = flow.receiver

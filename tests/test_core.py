@@ -375,6 +375,7 @@ def test_who_is_below_moves_with_the_one_that_passes():
 
 def test_a_slow_one_in_the_middle_is_passed():
     story = chain()
+    story.now += TIMEOUT
     assert isinstance(story.lag("c1", 10.0), Wait)
     assert isinstance(story.lag("e1", 10.0), Wait)
     assert story.lag("d1", 10.0).source == "b1"
@@ -407,8 +408,35 @@ def test_passing_that_helps_a_little_is_kept():
     assert sources(story)["c1"] == "a1"
 
 
+def test_complaints_that_are_due_at_once_may_come_in_any_order():
+    """As at the start, when the looks of all are in step: who is slow may be heard last."""
+    story = chain()
+    story.now += 0.21 * TIMEOUT
+    told = story.lag("d1", 10.0)
+    assert isinstance(told, Wait) and told.again == pytest.approx(0.04 * TIMEOUT)
+    assert story.lag("e1", 10.0).again == pytest.approx(0.04 * TIMEOUT)
+    story.lag("c1", 10.0)
+    assert not any(t.slow for t in story.tree.transfers.values())
+    story.now += 0.04 * TIMEOUT
+    assert story.lag("e1", 10.0).reason == "d1 waits for its own source"
+    assert story.lag("d1", 10.0).source == "b1"
+
+
+def test_a_slow_one_makes_way_for_others_of_its_source():
+    story = chain()
+    story.now += TIMEOUT
+    story.lag("c1", 10.0)
+    assert story.lag("d1", 10.0).source == "b1"
+    assert isinstance(story.lag("c1", 10.0), Wait), "nobody knows how d1 fares"
+    story.now += 0.3 * TIMEOUT
+    assert story.lag("c1", 10.0).source == "e1"
+    assert isinstance(story.lag("c1", 10.0), Wait)
+    assert sources(story) == {"b1": "a1", "d1": "b1", "e1": "d1", "c1": "e1"}
+
+
 def test_slow_though_its_source_is_not_becomes_a_leaf():
     story = chain()
+    story.now += TIMEOUT
     assert isinstance(story.lag("e1", 10.0), Wait)
     assert isinstance(story.lag("e1", 10.0), Wait)
     assert story.want("f1") == "d1"

@@ -30,6 +30,7 @@ from dask_hoplite.core.events import (
 )
 from dask_hoplite.core.instructions import Cancel, Instruction, NoSource, Pull, Wait
 from dask_hoplite.core.tree import Choice, Transfer, Tree
+from dask_hoplite.core.watch import WINDOWS
 
 #: After so many stall timeouts, a silent source is given up even if there is no other.
 PATIENCE = 20
@@ -40,6 +41,9 @@ SHUN = 40
 #: To be fed past a slow one has helped if, after this share of a stall timeout, bytes come so many
 #: times as fast. If not, the next trial is after two stall timeouts, then four, and so on.
 TRIAL, GAIN = 0.35, 1.5
+
+#: By this share of a stall timeout, complaints that are due at once may come one after the other.
+LATE = 1 / 20
 
 
 class Directory:
@@ -77,6 +81,7 @@ class Directory:
         self.holders = holders
         self.cost = cost or CostModel()
         self.stall_timeout = stall_timeout
+        self._due = (1 / WINDOWS + LATE) * stall_timeout  # when a first complaint has come
         self.hosts: dict[str, str] = {}
         self.crowds: Counter[str] = Counter()  # workers on each host
         self.trees: dict[Key, Tree] = {}
@@ -188,7 +193,8 @@ class Directory:
             return self._overtaken(event)
         tree = self.trees[event.key]
         self._advance(transfer, event.received)
-        again, transfer.rate = transfer.rate is not None, event.rate
+        again, transfer.rate = transfer.rate is not None and not transfer.early, event.rate
+        transfer.early = False
         passed, transfer.passed = transfer.passed, None
         if event.rate > GAIN * transfer.slow:
             tree.unslow(transfer)
@@ -211,15 +217,20 @@ class Directory:
                 self._note(transfer, why)
                 return [self._connect(tree, transfer, Choice(passed.receiver, passed.depth, why))]
             return self._stay(transfer, why)
-        if tree.crowded(transfer):
+        if tree.crowded(transfer) or tree.in_the_way(transfer, self.now - self._due):
             choice = self._choose(tree, transfer, without={source}, free=True)
             if choice is not None:
-                self._note(transfer, "left a source that feeds several")
+                self._note(transfer, "left a source that feeds others")
                 return [self._connect(tree, transfer, choice)]
         if self.now < tree.next_trial:
             return self._stay(transfer, "to pass those who are slow has just not helped")
         if peer is not None and self._is_new(peer):
             return self._stay(transfer, f"{source} has just got another source")
+        above = tree.transfers.get(peer.source or "") if peer is not None else None
+        too_early = max(self._silence_says_nothing(peer), self._silence_says_nothing(above))
+        if too_early > 0:
+            transfer.early = True
+            return self._stay(transfer, "others may be about to complain", again=too_early)
         if peer is None or (peer.rate is None and again):
             tree.slow(transfer)  # if not, its source is, and nobody loses
             return self._stay(transfer, "slow, as nobody else on the way here is")
@@ -227,7 +238,6 @@ class Directory:
             return self._stay(transfer, f"{source} may be slow")
         if self.hosts.get(source) == self.hosts.get(transfer.receiver):
             return self._stay(transfer, "the whole host is slow")
-        above = tree.transfers.get(peer.source or "")
         if above is not None and (above.rate is not None or self._is_new(above)):
             return self._stay(transfer, f"{source} waits for its own source")
         tree.slow(peer)
@@ -245,8 +255,14 @@ class Directory:
         """Whether a source has so new a source itself that nothing can be said of it yet."""
         return self.now - peer.changed < self.stall_timeout
 
-    def _stay(self, transfer: Transfer, reason: str) -> list[Instruction]:
-        return [Wait(transfer.key, transfer.receiver, transfer.epoch, reason)]
+    def _silence_says_nothing(self, peer: Transfer | None) -> float:
+        """Seconds until a receiver would have complained, had it been slow from the start."""
+        if peer is None or peer.rate is not None:
+            return 0.0
+        return peer.start + self._due - self.now
+
+    def _stay(self, transfer: Transfer, reason: str, again: float = 0.0) -> list[Instruction]:
+        return [Wait(transfer.key, transfer.receiver, transfer.epoch, reason, again)]
 
     @_handle.register
     def _stalled(self, event: Stalled) -> list[Instruction]:

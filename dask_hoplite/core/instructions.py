@@ -29,12 +29,16 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Let ``receiver`` stay with the source that it has."""
+    """Let ``receiver`` stay with the source that it has.
+
+    ``again``: seconds after which it is to say once more what it has just said, if not 0.
+    """
 
     key: Key
     receiver: str
     epoch: int
     reason: str
+    again: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

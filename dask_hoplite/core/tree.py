@@ -31,6 +31,7 @@ class Transfer:
     moved: float = 0.0  #: when it last had more bytes than before
     silent: bool = False  #: it seems to be frozen or cut off
     rate: float | None = None  #: bytes per second, if it has complained that these are too few
+    early: bool = False  #: its complaint came before others could have complained
     slow: float = 0.0  #: bytes per second, if it is at fault itself: others pass it
     passed: Transfer | None = None  #: the slow one in whose place it is fed, on trial
     ahead: bool = False  #: the receiver has not shown yet that it knows of it
@@ -101,6 +102,7 @@ class Tree:
         transfer.reason = choice.reason
         transfer.epoch = epoch
         transfer.rate = transfer.passed = None
+        transfer.early = False
         self.children[choice.source].add(transfer.receiver)
         if not transfer.silent:  # or else when it is heard again
             self._count(transfer)
@@ -143,6 +145,13 @@ class Tree:
     def crowded(self, transfer: Transfer) -> bool:
         """Whether a receiver's source is on a host that feeds more than it should at a time."""
         return transfer.keeps_busy is not None and self._load[transfer.keeps_busy] > self.fan_out
+
+    def in_the_way(self, transfer: Transfer, since: float) -> bool:
+        """Whether a slow receiver takes from a source that since then feeds another one well."""
+        fed = self.children.get(transfer.source or "", ())
+        others = [self.transfers[w] for w in fed if w != transfer.receiver and w in self.transfers]
+        well = [other for other in others if other.rate is None and other.start <= since]
+        return bool(transfer.slow) and any(not other.slow for other in well)
 
     def widen(self, fan_out: int) -> None:
         """Let hosts feed another number of others at a time."""

@@ -293,6 +293,11 @@ class Incoming:
                         else self._report(Lagging, rate=watch.rate)
                     )
                     told = await puller.tell(event)
+                    while isinstance(told, Wait) and told.again:
+                        await asyncio.wait({taking}, timeout=told.again)
+                        if taking.done():
+                            break
+                        told = await puller.tell(self._report(Lagging, rate=watch.rate))
                     if not isinstance(told, Wait) and not taking.done():
                         return told
             self.path = taking.result()
