@@ -143,9 +143,10 @@ class Flow:
     lag: float
     begun: float
     first: int
+    watch: Watch
+    said: Callable[..., events.Event] = events.Lagging  #: what the receiver said last of its rate
     ceiling: Line = NOTHING
     answered: float | None = None  #: time of the first byte
-    slow: float = 0.0  #: the rate of which the receiver has complained
     version: int = 0  #: of what is foreseen for it
 
 
@@ -228,13 +229,23 @@ class Simulation:
             pass  # it has crossed with the end
         elif isinstance(told, NoSource | Cancel):
             self.give_up(worker, told.reason)
-        elif isinstance(told, Wait) and told.again:
-            self.at(self.now + told.again, self.repeat, worker.flow)
+        elif isinstance(told, Wait):
+            self.stay(worker, told)
         elif isinstance(told, Pull) and told.epoch > worker.epoch:
             worker.epoch = told.epoch
             self.pull(worker, self.workers[told.source], told.rate)
 
-    def pull(self, worker: Worker, source: Worker, rate: float) -> None:
+    def stay(self, worker: Worker, told: Wait) -> None:
+        flow = worker.flow
+        if flow is None or told.epoch != worker.epoch:
+            pass
+        elif told.rate and flow.watch.expect(told.rate):
+            flow.said = events.Lagging
+            self.repeat(flow)
+        elif told.again:
+            self.at(self.now + told.again, self.repeat, flow)
+
+    def pull(self, worker: Worker, source: Worker, rate: float | None) -> None:
         self.close(worker)
         links: tuple[Link, ...] = ()
         if worker.host != source.host:
@@ -243,10 +254,10 @@ class Simulation:
         if source.state != "whole":
             lag += self.granule / min((link.capacity for link in links), default=LOCAL)
         have = int(worker.line.nbytes)
-        worker.flow = Flow(source, worker, links, lag, self.now, have)
-        self.later(self.serve, worker.flow)
         watch = Watch(self.directory.stall_timeout, rate, have, self.now)
-        self.at(self.now + watch.interval, self.look, worker.flow, watch)
+        worker.flow = Flow(source, worker, links, lag, self.now, have, watch)
+        self.later(self.serve, worker.flow)
+        self.at(self.now + watch.interval, self.look, worker.flow)
 
     def serve(self, flow: Flow) -> None:
         """A request has come to its source, or into its kernel if it is frozen."""
@@ -267,26 +278,26 @@ class Simulation:
             self.close(worker)
             self.tell(events.SourceFailed, worker, reason)
 
-    def look(self, flow: Flow, watch: Watch) -> None:
+    def look(self, flow: Flow) -> None:
         """Now and then, a receiver says how its bytes come."""
-        worker = flow.receiver
+        worker, watch = flow.receiver, flow.watch
         if worker.flow is flow:
             finding = None
             if not worker.frozen:
-                finding = watch.look(worker.line.at(self.now), self.now)
+                finding = watch.look(worker.line.at(self.now), self.now, flow.answered or 0.0)
             if finding == "progressed":
                 self.tell(events.Progressed, worker)
             elif finding == "stalled":
                 self.tell(events.Stalled, worker)
-            elif finding == "lagging":
-                flow.slow = watch.rate
-                self.tell(events.Lagging, worker, flow.slow)
-            self.at(self.now + watch.interval, self.look, flow, watch)
+            elif finding is not None:
+                flow.said = events.Measured if finding == "measured" else events.Lagging
+                self.repeat(flow)
+            self.at(self.now + watch.interval, self.look, flow)
 
-    def repeat(self, flow: Flow | None) -> None:
-        """A receiver says again that its bytes come slowly."""
-        if flow is not None and flow.receiver.flow is flow and not flow.receiver.frozen:
-            self.tell(events.Lagging, flow.receiver, flow.slow)
+    def repeat(self, flow: Flow) -> None:
+        """A receiver says how fast its bytes come, or says it again."""
+        if flow.receiver.flow is flow and not flow.receiver.frozen:
+            self.tell(flow.said, flow.receiver, flow.watch.rate)
 
     def finish(self, flow: Flow) -> None:
         worker = flow.receiver

@@ -13,6 +13,7 @@ from dask_hoplite.core.events import (
     Declined,
     Finished,
     Lagging,
+    Measured,
     Progressed,
     Pushed,
     Released,
@@ -101,7 +102,7 @@ class Story:
 def test_first_receiver_takes_the_complete_copy():
     story = Story("a1 b1", holders="a1")
     told = story.ask(Wanted("x", "b1", NBYTES))
-    assert told == Pull("x", "b1", "a1", 1, "a complete copy that is free")
+    assert told == Pull("x", "b1", "a1", 1, "a complete copy that is free", rate=0.0)
 
 
 def test_large_objects_go_along_a_chain():
@@ -208,7 +209,7 @@ def test_asking_again_gives_a_new_epoch():
 def test_wider_trees_use_places_that_were_none_before():
     story = Story("a1 b1 c1 d1 e1 f1 g1 h1", holders="a1")
     assert story.want("b1", "c1", "d1") == ["a1", "b1", "c1"]
-    story.directory.cost = SimpleNamespace(fan_out=lambda nbytes, receivers: 2, link=0.0)
+    story.directory.cost = SimpleNamespace(fan_out=lambda nbytes, receivers: 2, expected=0.0)
     sources = story.want("e1", "f1", "g1", "h1")
     assert sources[0] == "a1"
     assert set(sources[1:]) == {"b1", "e1"}
@@ -341,9 +342,9 @@ def test_who_is_silent_is_nobodys_source_until_it_speaks():
     assert story.want("e1") == "b1"
 
 
-def chain(*, holders="a1"):
+def chain(*, holders="a1", link=100.0):
     """b1, c1, d1 and e1 in a row, on links that carry 100 bytes per second."""
-    story = Story("a1 b1 c1 d1 e1 f1", holders=holders, cost=CostModel(link=100.0))
+    story = Story("a1 b1 c1 d1 e1 f1", holders=holders, cost=CostModel(link=link))
     assert story.want("b1", "c1", "d1", "e1") == ["a1", "b1", "c1", "d1"]
     return story
 
@@ -434,6 +435,24 @@ def test_a_slow_one_makes_way_for_others_of_its_source():
     assert sources(story) == {"b1": "a1", "d1": "b1", "e1": "d1", "c1": "e1"}
 
 
+def test_where_nobody_knows_the_link_receivers_are_compared_with_each_other():
+    story = chain(link=0.0)
+    story.now += 0.2 * TIMEOUT
+    for receiver, rate in [("e1", 10.0), ("d1", 10.0), ("b1", 90.0), ("c1", 10.0)]:
+        [told] = story.report(Measured, receiver, 0, rate)
+        assert isinstance(told, Wait) and told.again and not told.rate, "others may get more"
+    story.now += told.again
+    for receiver, rate in [("e1", 10.0), ("d1", 10.0), ("b1", 90.0), ("c1", 10.0)]:
+        [told] = story.report(Measured, receiver, 0, rate)
+        assert told.rate == 90.0
+    told = story.lag("d1", 10.0)
+    assert told.again, "c1 may be about to complain"
+    story.now += told.again
+    story.lag("c1", 10.0)
+    assert story.lag("d1", 10.0).source == "b1"
+    assert story.ask(Wanted("x", "f1", NBYTES)).rate == 90.0
+
+
 def test_slow_though_its_source_is_not_becomes_a_leaf():
     story = chain()
     story.now += TIMEOUT
@@ -465,7 +484,7 @@ def test_the_rate_that_a_link_should_have():
     story = chain()
     assert story.ask(Wanted("x", "f1", NBYTES)).rate == 100.0
     story.join("f2")
-    assert story.ask(Wanted("x", "f2", NBYTES)).rate == 0.0, "it comes from its own host"
+    assert story.ask(Wanted("x", "f2", NBYTES)).rate is None, "it comes from its own host"
 
 
 def test_a_complaint_of_an_epoch_that_is_over():

@@ -275,6 +275,20 @@ def test_a_slow_host_does_not_slow_the_others(seed):
 
 
 @pytest.mark.parametrize("seed", range(10))
+def test_a_slow_host_is_found_by_the_first_object_already(seed):
+    """Receivers are compared with each other, where nobody knows yet what links carry."""
+    undisturbed = simulate(16, 10**9, **PLAIN, seed=seed)
+    speeds = {f"host{seed}": PLAIN["bandwidth"] / 10}
+    result = simulate(16, 10**9, **PLAIN, seed=seed, speeds=speeds)
+    assert not result.violations and not result.failed
+    first = next(part.receiver for part in result.transfers if part.source == "origin0")
+    if first == f"w{seed}":
+        return  # nobody gets more than it
+    others = [time for worker, time in result.finished.items() if worker != f"w{seed}"]
+    assert max(others) < 1.2 * undisturbed.completion
+
+
+@pytest.mark.parametrize("seed", range(10))
 def test_a_host_that_gets_slow_and_fast_again(seed):
     usual = {**PLAIN, "cost": CostModel(link=PLAIN["bandwidth"])}
     undisturbed = simulate(16, 10**9, **usual, seed=seed)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
+
 from dask_hoplite.core.watch import Watch
 
 
@@ -46,8 +48,28 @@ def test_nothing_for_a_stall_timeout_is_a_stall():
     assert [i for i, finding in enumerate(told) if finding == "stalled"] == [5, 10]
 
 
-def test_where_nobody_knows_the_rate_only_nothing_is_too_little():
-    assert story(0.001, 0.001, 0.0, rate=0.0) == [None, None, "lagging"]
+def test_where_the_rate_does_not_matter_only_nothing_is_too_little():
+    assert story(0.001, 0.001, 0.0, rate=None) == [None, None, "lagging"]
+
+
+def test_where_nobody_knows_the_rate_it_is_told():
+    assert story(50.0, 50.0, 50.0, 0.0, rate=0.0) == ["measured", None, "measured", "lagging"]
+
+
+@pytest.mark.parametrize("expected, slow", [(80.0, False), (100.0, True)])
+def test_what_was_measured_is_judged_when_others_are_known(expected, slow):
+    watch = Watch(1.5, 0.0, 0, 0.0)
+    assert watch.look(50 * watch.interval, watch.interval) == "measured"
+    assert watch.expect(expected) == slow
+    found = watch.look(100 * watch.interval, 2 * watch.interval)
+    assert found is None, "it is known already, or as it should be"
+
+
+def test_time_counts_from_the_first_byte():
+    watch = Watch(1.5, 100.0, 0, 0.0)
+    assert watch.look(5.0, 0.3, begun=0.25) is None, "too early"
+    assert watch.look(35.0, 0.6, begun=0.25) is None
+    assert watch.rate == pytest.approx(100.0)
 
 
 def test_to_start_again_is_not_a_negative_rate():

@@ -24,6 +24,8 @@ class CostModel:
         Share of a new sample in the running mean of the bandwidth.
     link : float
         Bytes per second that a link has been seen to carry lately, or 0.
+    guess : float
+        The same, from what is still under way: the most that any receiver got.
 
     Notes
     -----
@@ -36,6 +38,7 @@ class CostModel:
     bandwidth: float = 1e8
     weight: float = 0.1
     link: float = 0.0
+    guess: float = 0.0
 
     def learn(self, *, latency: float, nbytes: int, seconds: float) -> None:
         """Take one finished hop into the estimates.
@@ -54,6 +57,11 @@ class CostModel:
         if nbytes >= ENOUGH and seconds > 0.01:
             # Whatever disturbs a transfer makes it slower; nothing makes it faster than the link.
             self.link = max(rate, self.link + self.weight * (rate - self.link))
+
+    @property
+    def expected(self) -> float:
+        """Bytes per second that a link should carry, or 0 if nobody knows."""
+        return self.link or self.guess
 
     def seconds(self, nbytes: int, receivers: int, fan_out: int) -> float:
         """Estimated time until the last of ``receivers`` has all ``nbytes``."""

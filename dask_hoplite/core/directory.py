@@ -6,6 +6,7 @@ present time, and returns instructions.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Collection
 from functools import singledispatchmethod
@@ -19,6 +20,7 @@ from dask_hoplite.core.events import (
     Finished,
     Key,
     Lagging,
+    Measured,
     Progressed,
     Pushed,
     Released,
@@ -81,7 +83,8 @@ class Directory:
         self.holders = holders
         self.cost = cost or CostModel()
         self.stall_timeout = stall_timeout
-        self._due = (1 / WINDOWS + LATE) * stall_timeout  # when a first complaint has come
+        self._late = LATE * stall_timeout
+        self._due = stall_timeout / WINDOWS + self._late  # when a first complaint has come
         self.hosts: dict[str, str] = {}
         self.crowds: Counter[str] = Counter()  # workers on each host
         self.trees: dict[Key, Tree] = {}
@@ -255,11 +258,27 @@ class Directory:
         """Whether a source has so new a source itself that nothing can be said of it yet."""
         return self.now - peer.changed < self.stall_timeout
 
+    @_handle.register
+    def _measured(self, event: Measured) -> list[Instruction]:
+        """Tell a receiver what to expect, when all who began with it have said what they get."""
+        transfer = self._present(event)
+        if transfer is None:
+            return self._overtaken(event)
+        self._advance(transfer, event.received)
+        self.cost.guess = max(self.cost.guess, event.rate)
+        if not transfer.early and not self.cost.link:
+            transfer.early = True
+            return self._stay(transfer, "others may get more", again=self._late)
+        transfer.early = False
+        transfer.due = self.now + self._late
+        why = "this is what others get"
+        return [Wait(event.key, event.receiver, event.epoch, why, rate=self.cost.expected)]
+
     def _silence_says_nothing(self, peer: Transfer | None) -> float:
         """Seconds until a receiver would have complained, had it been slow from the start."""
         if peer is None or peer.rate is not None:
             return 0.0
-        return peer.start + self._due - self.now
+        return min(peer.due - self.now, self._late)
 
     def _stay(self, transfer: Transfer, reason: str, again: float = 0.0) -> list[Instruction]:
         return [Wait(transfer.key, transfer.receiver, transfer.epoch, reason, again)]
@@ -429,7 +448,9 @@ class Directory:
             transfer.changed = self.now
         transfer.resumed_from = transfer.received
         tree.connect(transfer, choice, self.epoch)
-        return self._pull(transfer)
+        pull = self._pull(transfer)
+        transfer.due = math.inf if pull.rate == 0 else self.now + self._due
+        return pull
 
     def _pull(self, transfer: Transfer) -> Pull:
         assert transfer.source is not None
@@ -446,7 +467,7 @@ class Directory:
             shares_host=self.crowds[host] > 1 if host is not None else False,
             hops=tree.receivers,
             early=peer is not None and peer.ahead,
-            rate=self.cost.link if source not in (None, host) else 0.0,
+            rate=self.cost.expected if source not in (None, host) else None,
         )
 
     # Bookkeeping
@@ -513,7 +534,7 @@ class Directory:
         transfer = self._concerned(event)
         return transfer if transfer is not None and transfer.epoch == event.epoch else None
 
-    def _overtaken(self, event: Lagging | Stalled | SourceFailed) -> list[Instruction]:
+    def _overtaken(self, event: Lagging | Measured | Stalled | SourceFailed) -> list[Instruction]:
         """Answer a receiver that asks on behalf of an epoch that is over."""
         tree = self.trees.get(event.key)
         transfer = tree.transfers.get(event.receiver) if tree is not None else None

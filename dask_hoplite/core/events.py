@@ -79,6 +79,17 @@ class Lagging:
 
 
 @dataclass(frozen=True, slots=True)
+class Measured:
+    """Bytes come at a ``rate`` (per second); the receiver was not told what the link carries."""
+
+    key: Key
+    receiver: str
+    epoch: int
+    received: int
+    rate: float
+
+
+@dataclass(frozen=True, slots=True)
 class Stalled:
     """Nothing has come from the source for one stall interval; the connection still stands."""
 
@@ -149,6 +160,7 @@ Event = (
     | Pushed
     | Progressed
     | Lagging
+    | Measured
     | Stalled
     | SourceFailed
     | Finished

@@ -13,7 +13,8 @@ class Pull:
 
     ``shares_host``: whether there are other workers on the receiver's host; ``hops``: how many
     receivers there may be in a row; ``early``: whether the source may not know yet that it will
-    have the object; ``rate``: bytes per second that the link should carry, or 0 if nobody knows.
+    have the object; ``rate``: bytes per second that the link should carry, 0 if nobody knows, None
+    if it does not matter.
     """
 
     key: Key
@@ -24,14 +25,15 @@ class Pull:
     shares_host: bool = False
     hops: int = 1
     early: bool = False
-    rate: float = 0.0
+    rate: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
     """Let ``receiver`` stay with the source that it has.
 
-    ``again``: seconds after which it is to say once more what it has just said, if not 0.
+    ``again``: seconds after which it is to say once more what it has just said, if not 0; ``rate``:
+    bytes per second that the link should carry, if the receiver did not know.
     """
 
     key: Key
@@ -39,6 +41,7 @@ class Wait:
     epoch: int
     reason: str
     again: float = 0.0
+    rate: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,8 @@ class Transfer:
     moved: float = 0.0  #: when it last had more bytes than before
     silent: bool = False  #: it seems to be frozen or cut off
     rate: float | None = None  #: bytes per second, if it has complained that these are too few
-    early: bool = False  #: its complaint came before others could have complained
+    early: bool = False  #: what it said came before others could have said the same
+    due: float = 0.0  #: when it has complained, if bytes come too slowly
     slow: float = 0.0  #: bytes per second, if it is at fault itself: others pass it
     passed: Transfer | None = None  #: the slow one in whose place it is fed, on trial
     ahead: bool = False  #: the receiver has not shown yet that it knows of it

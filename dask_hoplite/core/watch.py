@@ -8,7 +8,7 @@ from typing import Literal
 #: than this share of what the link should carry: half, as when a source feeds one more, or less.
 WINDOWS, FAIR = 5, 0.6
 
-Finding = Literal["progressed", "lagging", "stalled"]
+Finding = Literal["progressed", "lagging", "measured", "stalled"]
 
 
 class Watch:
@@ -21,35 +21,43 @@ class Watch:
     ----------
     timeout : float
         The stall timeout, in seconds.
-    rate : float
-        Bytes per second that the link should carry; 0 if nobody knows.
+    rate : float or None
+        Bytes per second that the link should carry; 0 if nobody knows; None if only nothing is too
+        little.
     received : int
         Bytes that are there at the start.
     now : float
         Seconds on any clock that does not run backwards.
     """
 
-    def __init__(self, timeout: float, rate: float, received: float, now: float):
+    def __init__(self, timeout: float, rate: float | None, received: float, now: float):
         self.timeout = timeout
-        self.fair = FAIR * rate
+        self.fair = FAIR * rate if rate is not None else -1.0
         self.interval = self.pause = timeout / WINDOWS  #: seconds after which to look again
         self.rate = 0.0  #: bytes per second, lately
         self.received = received
         self.looked = self.moved = self.said = now
-        self.wrong: Literal["dry", "slow"] | None = None
+        self.wrong: Literal["dry", "slow", "unknown"] | None = None
 
-    def look(self, received: float, now: float) -> Finding | None:
-        """What is to be told, if anything, when so many bytes are there."""
+    def look(self, received: float, now: float, begun: float = 0.0) -> Finding | None:
+        """What is to be told, if anything, when so many bytes are there, the first since ``begun``.
+
+        At the end of a long chain that is later than when they were asked for.
+        """
+        if received > self.received and now - begun < self.interval / 2:
+            self.moved = now
+            return None  # it is too early to say how fast they come
         # Fewer than before: it had to start again, with other bytes.
-        self.rate = max(received - self.received, 0) / max(now - self.looked, 1e-9)
+        seconds = now - max(self.looked, begun)
+        self.rate = max(received - self.received, 0) / max(seconds, 1e-9)
         self.received, self.looked = received, now
         if self.rate:
             self.moved = now
         was_wrong = self.wrong
-        self.wrong = "dry" if not self.rate else "slow" if self.rate < self.fair else None
+        self.wrong = self._judge()
         now += self.interval / 2  # what will be due before the next look is due
         stalled = now - self.moved >= self.timeout
-        pause = self.pause if self.wrong == "slow" else self.timeout
+        pause = self.pause if self.wrong in ("slow", "unknown") else self.timeout
         if self.wrong != was_wrong:
             self.pause = self.interval
         elif not stalled and now - self.said < pause:
@@ -58,6 +66,19 @@ class Watch:
         if self.wrong is None:
             return "progressed"
         if not stalled:
-            return "lagging"
+            return "measured" if self.wrong == "unknown" else "lagging"
         self.moved = self.looked  # it is told again after as long
         return "stalled"
+
+    def expect(self, rate: float) -> bool:
+        """Learn what the link should carry; return whether it carried too little lately."""
+        self.fair = FAIR * rate
+        self.wrong = self._judge()
+        return self.wrong == "slow"
+
+    def _judge(self) -> Literal["dry", "slow", "unknown"] | None:
+        if not self.rate:
+            return "dry"
+        if not self.fair:
+            return "unknown"
+        return "slow" if self.rate < self.fair else None

@@ -19,13 +19,14 @@ from dask_hoplite.core.events import (
     Finished,
     Key,
     Lagging,
+    Measured,
     Progressed,
     SourceFailed,
     Stalled,
     Wanted,
 )
 from dask_hoplite.core.instructions import Instruction, NoSource, Pull, Wait
-from dask_hoplite.core.watch import Watch
+from dask_hoplite.core.watch import Finding, Watch
 from dask_hoplite.exceptions import (
     CancelledPullError,
     CorruptedError,
@@ -166,7 +167,7 @@ class Incoming:
         self.path = ""
         self.shares_host = self.early = False
         self.hops = 1
-        self.rate = 0.0
+        self.rate: float | None = None
         self.doubtful: set[str] = set()  # sources of which something else came than was sent
         self.waiters = 0
         self.asked = self.first_byte = self.stop = monotonic()
@@ -283,21 +284,11 @@ class Incoming:
             watch = Watch(puller.stall_timeout, self.rate, self.arrived, self.asked)
             while not taking.done():
                 await asyncio.wait({taking}, timeout=watch.interval)
-                finding = None if taking.done() else watch.look(self.arrived, monotonic())
+                finding = None if taking.done() else self._look(watch)
                 if finding == "progressed":
                     puller.report(self._report(Progressed))
                 elif finding is not None:
-                    event = (
-                        self._report(Stalled)
-                        if finding == "stalled"
-                        else self._report(Lagging, rate=watch.rate)
-                    )
-                    told = await puller.tell(event)
-                    while isinstance(told, Wait) and told.again:
-                        await asyncio.wait({taking}, timeout=told.again)
-                        if taking.done():
-                            break
-                        told = await puller.tell(self._report(Lagging, rate=watch.rate))
+                    told = await self._tell(finding, watch, taking)
                     if not isinstance(told, Wait) and not taking.done():
                         return told
             self.path = taking.result()
@@ -308,6 +299,27 @@ class Incoming:
                 await asyncio.wait({taking})
             if not taking.cancelled():
                 taking.exception()  # we may have been told to leave just as it failed
+
+    def _look(self, watch: Watch) -> Finding | None:
+        return watch.look(self.arrived, monotonic(), self.first_byte)
+
+    async def _tell(self, finding: Finding, watch: Watch, taking: asyncio.Task[str]) -> Any:
+        """Tell the directory what the watch has found, as often as it wants to hear it."""
+        while True:
+            if finding == "stalled":
+                event = self._report(Stalled)
+            else:
+                kind = Measured if finding == "measured" else Lagging
+                event = self._report(kind, rate=watch.rate)
+            told = await self.puller.tell(event)
+            if not isinstance(told, Wait) or taking.done():
+                return told
+            if told.rate and watch.expect(told.rate):
+                finding = "lagging"
+            elif told.again:
+                await asyncio.wait({taking}, timeout=told.again)
+            else:
+                return told
 
     async def _detach(self, attached: AttachedBuffer) -> None:
         """Go on in memory of our own.
