@@ -16,6 +16,7 @@ from dask_hoplite.core.events import Abandoned, Event, Finished, Key
 from dask_hoplite.exceptions import HopliteError
 from dask_hoplite.transfer.buffer import Buffer
 from dask_hoplite.transfer.layout import Layout
+from dask_hoplite.transfer.patience import stop
 from dask_hoplite.transfer.pull import SLOTS, Puller, unpack
 from dask_hoplite.transfer.room import Room
 from dask_hoplite.transfer.serve import accept
@@ -121,8 +122,7 @@ class Arrivals:
                 while not (await asyncio.wait({entering}, timeout=self.timeout / 3))[0]:
                     await comm.write({"status": "wait"})  # or we would be taken to be frozen
             finally:
-                entering.cancel()
-                await asyncio.wait({entering})
+                await stop(entering)
             return await self._accept(comm, key, expected, layout, affinity)
 
     async def _accept(

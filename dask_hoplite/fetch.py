@@ -11,6 +11,7 @@ from distributed import Client
 from dask_hoplite.core.events import Key
 from dask_hoplite.transfer.buffer import Buffer
 from dask_hoplite.transfer.layout import Layout
+from dask_hoplite.transfer.patience import stop
 from dask_hoplite.transfer.pull import take, unpack
 from dask_hoplite.transfer.relay import Connections
 from dask_hoplite.transfer.shared import AttachedBuffer
@@ -142,11 +143,7 @@ class Fetch:
                             self.patience *= 2  # nobody is that fast
                         return False
         finally:
-            if not taking.done():
-                taking.cancel()
-                await asyncio.wait({taking})
-            if not taking.cancelled():
-                taking.exception()  # we may have left just as it failed
+            await stop(taking)  # we may have left just as it failed
 
     def _begin(self, layout: Layout, handle: dict[str, Any] | None) -> Buffer:
         self.buffer = Buffer(layout) if handle is None else AttachedBuffer(layout, handle)

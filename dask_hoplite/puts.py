@@ -15,7 +15,7 @@ from distributed.protocol.serialize import Serialize, Serialized
 from dask_hoplite.copies import Copies
 from dask_hoplite.core.events import Key, Pushed, Released
 from dask_hoplite.core.instructions import Cancel, Pull
-from dask_hoplite.entry import enter
+from dask_hoplite.entry import ATTEMPTS, enter
 from dask_hoplite.exceptions import TransferError
 from dask_hoplite.targets import fitting, running
 from dask_hoplite.transfer.buffer import Buffer
@@ -296,12 +296,41 @@ class Puts:
         small = {key: value for key, value in data.items() if key not in large}
         workers = None if workers is None else list(workers)
         if small:
-            await self.plain_scatter(
-                data=small, workers=workers, client=client, broadcast=broadcast, timeout=timeout
-            )
+            await self._scatter_plainly(small, workers, client, broadcast, timeout)
         if large:
             await self._enter(client, large, workers, broadcast, timeout)
         return list(data)
+
+    async def _scatter_plainly(
+        self,
+        data: dict[Key, Any],
+        workers: list[str] | None,
+        client: str,
+        broadcast: bool,
+        timeout: float,
+    ) -> None:
+        """Dask's own scatter of small objects; again if a worker leaves with what it is sent.
+
+        That is raised as if the client's connection had broken, which is then closed.
+        """
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                await self.plain_scatter(
+                    data=data, workers=workers, client=client, broadcast=broadcast, timeout=timeout
+                )
+                break
+            except TimeoutError:
+                raise  # there are no workers
+            except OSError as error:
+                if attempt == ATTEMPTS:
+                    reason = f"could not be sent to any worker: {error}"
+                    raise TransferError(next(iter(data)), reason) from error
+            finally:
+                if attempt > 1:  # what came to others before is not known to Dask
+                    for key in data:
+                        unknown = self.scheduler.workers.keys() - set(self.hoplite.holders(key))
+                        for worker in unknown:
+                            self.copies.free(worker, key)
 
     async def _enter(
         self,

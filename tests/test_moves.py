@@ -473,7 +473,7 @@ async def test_scatter_passes_over_a_worker_that_does_not_answer(c, s, *workers,
         async def expect_or_not(comm, **message):
             asked.append(worker)
             if asked[0] is not worker:
-                return await plain(**message)
+                return plain(**message)
             if how == "killed":
                 comm.abort()
             return await never.wait()
@@ -867,3 +867,54 @@ async def test_a_push_that_is_given_up_while_it_waits_for_room(c, s, a):
         await until(lambda: not extension.arrivals.expected and not plugin(s).puts.pending)
     await until(lambda: not extension.arrivals.room.taken)
     assert not extension.arrivals.room.waiting and not a.data and not extension.shelf.entries
+
+
+@pytest.mark.parametrize("times", [1, 3])
+@hoplite_cluster()
+async def test_small_objects_that_workers_leave_with_are_sent_again(c, s, *workers, times):
+    await c.register_plugin(Hoplite())
+    left = []
+
+    def leave(worker):
+        plain = worker.handlers["update_data"]
+
+        async def update_data(comm, **message):
+            if len(left) == times:
+                return plain(**message)
+            left.append(worker.address)
+            comm.abort()
+            await s.remove_worker(worker.address, stimulus_id="test")
+
+        worker.handlers["update_data"] = update_data
+
+    for worker in workers:
+        leave(worker)
+    scattering = c.scatter(1)
+    if times == 1:
+        assert await (await scattering) == 1
+    else:
+        with pytest.raises(TransferError, match="could not be sent to any worker"):
+            await scattering
+        assert not s.tasks
+    assert len(left) == times
+    assert c.status == "running" and await c.submit(sum, [1, 2]) == 3
+
+
+@hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 2)
+async def test_small_objects_that_were_sent_in_vain_are_not_left(c, s, a, b):
+    await c.register_plugin(Hoplite())
+    plain, tried = b.handlers["update_data"], []
+
+    async def update_data(comm, **message):
+        tried.append(message)
+        if len(tried) == 1:
+            await until(lambda: a.data)
+            comm.abort()
+            return None
+        return plain(**message)
+
+    b.handlers["update_data"] = update_data
+    futures = await c.scatter({"x": 1, "y": 2, "z": 3})
+    assert await c.gather(futures) == {"x": 1, "y": 2, "z": 3}
+    held = {w: {ts.key for ts in s.workers[w.address].has_what} for w in (a, b)}
+    await until(lambda: all(set(w.data) == keys for w, keys in held.items()))

@@ -48,6 +48,12 @@ async def patiently(
             if progress() == before:
                 raise TimeoutError(f"the other end was silent for {timeout} s")
     finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.wait({task})
+        await stop(task)
+
+
+async def stop(task: asyncio.Task[Any]) -> None:
+    """Cancel a task, if it has not ended, and do without what it ended with."""
+    task.cancel()
+    await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()  # or asyncio complains that nobody has looked at it

@@ -38,6 +38,7 @@ from dask_hoplite.exceptions import (
 from dask_hoplite.transfer.buffer import Buffer
 from dask_hoplite.transfer.channel import path, receive, receive_marks
 from dask_hoplite.transfer.layout import Layout, load
+from dask_hoplite.transfer.patience import stop
 from dask_hoplite.transfer.relay import Connections
 from dask_hoplite.transfer.room import Room
 from dask_hoplite.transfer.shared import AttachedBuffer, affinity, make_room
@@ -294,11 +295,7 @@ class Incoming:
             self.path = taking.result()
             return None
         finally:
-            if not taking.done():
-                taking.cancel()
-                await asyncio.wait({taking})
-            if not taking.cancelled():
-                taking.exception()  # we may have been told to leave just as it failed
+            await stop(taking)  # we may have been told to leave just as it failed
 
     def _look(self, watch: Watch) -> Finding | None:
         return watch.look(self.arrived, monotonic(), self.first_byte)

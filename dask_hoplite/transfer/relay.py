@@ -16,7 +16,7 @@ from distributed.core import ConnectionPool, Status
 from distributed.protocol.utils import host_array
 
 from dask_hoplite.transfer.layout import Layout
-from dask_hoplite.transfer.patience import patiently, written
+from dask_hoplite.transfer.patience import patiently, stop, written
 from dask_hoplite.transfer.serve import NoReply
 from dask_hoplite.transfer.shared import RELAYED
 
@@ -209,8 +209,7 @@ async def _watched(doing: Coroutine[Any, Any, T], *ends: Comm) -> T:
                 raise CommClosedError("one end left")
         return task.result()
     finally:
-        task.cancel()
-        await asyncio.wait({task})
+        await stop(task)
 
 
 def _stream(comm: TCP) -> Any:
