@@ -473,7 +473,7 @@ async def test_scatter_passes_over_a_worker_that_does_not_answer(c, s, *workers,
         async def expect_or_not(comm, **message):
             asked.append(worker)
             if asked[0] is not worker:
-                return plain(**message)
+                return await plain(**message)
             if how == "killed":
                 comm.abort()
             return await never.wait()
