@@ -297,3 +297,21 @@ async def test_pushes_come_one_after_the_other_where_room_is_short(c, s, a, b):
         extension = w.plugins["hoplite"]
         for room in (extension.arrivals.room, extension.puller.room):
             assert not room.taken and not room.waiting
+
+
+class Boastful:
+    """An object that Dask takes to be larger than any worker."""
+
+    def __sizeof__(self):
+        return 2**60
+
+
+@hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 2)
+async def test_what_only_looks_too_large_is_not_refused(c, s, a, b):
+    await c.register_plugin(Hoplite())
+    for w in (a, b):
+        s.workers[w.address].memory_limit = 0
+    x = c.submit(Boastful, workers=[a.address])
+    assert await c.submit(isinstance, x, Boastful, workers=[b.address])
+    rows = plugin(s).directory.log()
+    assert [row["key"] for row in rows] == [x.key]

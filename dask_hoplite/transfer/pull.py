@@ -199,6 +199,7 @@ class Incoming:
 
     def begin(self, layout: Layout, handle: dict[str, Any] | None) -> Buffer:
         """Make room for the object, for the first time or anew."""
+        # Now, and not by the size that Dask knows, which may be far from the true one.
         self.puller.check(self.key, layout.nbytes)
         buffer: Buffer
         if handle is not None:
@@ -211,7 +212,6 @@ class Incoming:
 
     async def _run(self) -> Any:
         try:
-            self.puller.check(self.key, self.nbytes)
             async with self.puller.room.take(self.nbytes):
                 await self._get()
             assert self.buffer is not None
