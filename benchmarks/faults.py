@@ -141,6 +141,7 @@ class Case:
     moment: float = MOMENT  #: share of the undisturbed time
     recomputable: bool = True
     slow: int | None = None  #: a host with a tenth of the rate, from the start
+    first: bool = False  #: whether nothing was moved on the cluster before
     returns: bool = False  #: whether the host comes back, and is to be served then
 
 
@@ -154,6 +155,7 @@ CASES = {
     "kill source before, recomputable": Case(kill(lambda _: 0)),
     "kill source before, scattered": Case(kill(lambda _: 0), recomputable=False),
     "slow host": Case(None, slow=2),
+    "slow host, first object": Case(None, slow=2, first=True),
 }
 
 
@@ -180,8 +182,11 @@ def once(
     timeout: float,
 ) -> dict[str, Any]:
     """One broadcast with one fault."""
+    if case.first:
+        cluster.restart()
     client = cluster.client()
-    client.call("warm_up")
+    if not case.first:
+        client.call("warm_up")
     if case.slow is not None:
         lab.set_rate(case.slow, lab.tenth())
     client.call("faults", name="begin", nbytes=nbytes, recomputable=case.recomputable)

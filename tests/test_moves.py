@@ -884,6 +884,7 @@ async def test_small_objects_that_workers_leave_with_are_sent_again(c, s, *worke
             left.append(worker.address)
             comm.abort()
             await s.remove_worker(worker.address, stimulus_id="test")
+            return None
 
         worker.handlers["update_data"] = update_data
 
