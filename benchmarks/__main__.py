@@ -2,6 +2,9 @@
 
 python -m benchmarks lab              on emulated hosts whose network is the limit (needs root)
 python -m benchmarks loopback         on this machine as it is
+python -m benchmarks arrivals         reductions whose operands become ready one by one (needs root)
+python -m benchmarks degrees          reductions by trees of given degrees (needs root)
+python -m benchmarks peers            what Gloo and Open MPI need for the same (needs root)
 python -m benchmarks faults           what becomes of a broadcast when a host fails (needs root)
 python -m benchmarks tls              an object of more than 2 GiB on a TLS cluster
 python -m benchmarks side             what Hoplite does to everything else
@@ -18,23 +21,29 @@ import argparse
 import contextlib
 import datetime
 import importlib.util
+import itertools
 import signal
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from dask.utils import format_bytes, parse_bytes
 from rich.console import Console
 
-from benchmarks import churn, dask_tests, faults, memory, report, tls
+from benchmarks import churn, dask_tests, faults, memory, peers, report, tls
 from benchmarks.chaos.run import add_command as add_chaos
 from benchmarks.cluster import SYSTEMS, Cluster, Loopback, Place
+from benchmarks.collectives import COLLECTIVES, degrees
 from benchmarks.laboratory import Laboratory, LaboratoryError, why_not
 from benchmarks.measure import Comparison, Record
+from benchmarks.operations import OPS
 from benchmarks.side import EFFECTS
-from benchmarks.workloads import OPS
 
 OPS_WITHOUT_NETWORK = ["tasks", "graph", "scatter", "replicate", "gather-task", "gather-client"]
+OPS_WITHOUT_NETWORK += COLLECTIVES
+
+#: The operations of `arrivals`.
+REDUCTIONS = ["reduce", "allreduce"]
 
 RESULTS = Path(__file__).with_name("results")
 
@@ -51,10 +60,9 @@ def main() -> None:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     common = common_options()
 
-    lab = commands.add_parser("lab", parents=[common], help="on emulated hosts")
-    lab.add_argument("--hosts", type=int, default=8)
-    lab.add_argument("--rate", default="200mbit", help="of each host, each way")
-    lab.add_argument("--delay", default="0ms", help="of each packet (needs the kernel's netem)")
+    hosts = lab_options()
+
+    lab = commands.add_parser("lab", parents=[common, hosts], help="on emulated hosts")
     lab.add_argument("--per-host", type=int, default=1, help="workers on each host")
     add_ops(lab, list(OPS), sizes=["1MiB", "32MiB", "128MiB"], reps=3)
     lab.set_defaults(run=run_lab)
@@ -63,6 +71,52 @@ def main() -> None:
     loopback.add_argument("--workers", type=int, default=4)
     add_ops(loopback, OPS_WITHOUT_NETWORK, sizes=["64MiB", "256MiB"], reps=5)
     loopback.set_defaults(run=run_loopback)
+
+    arrivals = commands.add_parser(
+        "arrivals",
+        parents=[common, hosts],
+        help="reductions whose operands become ready one by one, on emulated hosts",
+    )
+    arrivals.add_argument("--ops", nargs="+", choices=REDUCTIONS, default=REDUCTIONS)
+    arrivals.add_argument("--size", type=parse_bytes, default=parse_bytes("32MiB"))
+    arrivals.add_argument(
+        "--interval",
+        type=float,
+        default=0.3,
+        help="from one operand to the next, in times size over goodput",
+    )
+    arrivals.add_argument(
+        "--late",
+        type=float,
+        metavar="SECONDS",
+        help="measure instead the sum of those half of the operands that are there first, while "
+        "one is late, and while none is",
+    )
+    arrivals.add_argument("--reps", type=int, default=3)
+    arrivals.set_defaults(run=run_arrivals)
+
+    shapes = commands.add_parser(
+        "degrees",
+        parents=[common, hosts],
+        help="reductions by trees of given degrees, on emulated hosts",
+    )
+    add_sizes(shapes, ["64KiB", "1MiB", "32MiB"])
+    shapes.add_argument("--reps", type=int, default=5)
+    shapes.set_defaults(run=run_degrees)
+
+    others = commands.add_parser(
+        "peers", parents=[hosts], help="Gloo and Open MPI, on emulated hosts"
+    )
+    others.add_argument("--systems", nargs="+", choices=peers.SYSTEMS, default=list(peers.SYSTEMS))
+    others.add_argument("--ops", nargs="+", choices=peers.LIKE, default=list(peers.LIKE))
+    others.add_argument(
+        "--python", default=sys.executable, help="an interpreter with numpy, torch and mpi4py"
+    )
+    add_sizes(others, ["1MiB", "32MiB"])
+    others.add_argument("--reps", type=int, default=3)
+    others.add_argument("--timeout", type=float, default=150, help="seconds for an operation")
+    others.add_argument("--out", type=Path, default=RESULTS, help="folder for records and picture")
+    others.set_defaults(run=run_peers)
 
     fault = commands.add_parser(
         "faults", parents=[common], help="hosts that fail during a broadcast, on emulated hosts"
@@ -135,12 +189,26 @@ def common_options() -> argparse.ArgumentParser:
     return options
 
 
-def add_ops(parser: argparse.ArgumentParser, ops: list[str], sizes: list[str], reps: int) -> None:
-    """Options of the comparison of operations."""
-    parser.add_argument("--ops", nargs="+", choices=OPS, default=ops)
+def lab_options() -> argparse.ArgumentParser:
+    """Options of emulated hosts."""
+    options = argparse.ArgumentParser(add_help=False)
+    options.add_argument("--hosts", type=int, default=8)
+    options.add_argument("--rate", default="200mbit", help="of each host, each way")
+    options.add_argument("--delay", default="0ms", help="of each packet (needs the kernel's netem)")
+    return options
+
+
+def add_sizes(parser: argparse.ArgumentParser, sizes: list[str]) -> None:
+    """The option for several sizes."""
     parser.add_argument(
         "--sizes", nargs="+", type=parse_bytes, default=list(map(parse_bytes, sizes))
     )
+
+
+def add_ops(parser: argparse.ArgumentParser, ops: list[str], sizes: list[str], reps: int) -> None:
+    """Options of the comparison of operations."""
+    parser.add_argument("--ops", nargs="+", choices=OPS, default=ops)
+    add_sizes(parser, sizes)
     parser.add_argument("--reps", type=int, default=reps)
     parser.add_argument(
         "--slow-reps", type=int, default=1, help="of plain Dask in scatter and replicate"
@@ -152,16 +220,98 @@ def add_ops(parser: argparse.ArgumentParser, ops: list[str], sizes: list[str], r
 
 def run_lab(args: argparse.Namespace) -> None:
     """Compare operations on emulated hosts."""
+    with laboratory(args) as (lab, about):
+        per_host = args.per_host
+        title = f"{args.hosts} hosts × {per_host} workers, {payload(about)}"
+        about["per_host"] = per_host
+        compare_ops(args, lab, title, about, per_host=per_host, goodput=about["goodput"])
+
+
+@contextlib.contextmanager
+def laboratory(args: argparse.Namespace) -> Iterator[tuple[Laboratory, Record]]:
+    """Make emulated hosts, and what the header says of them."""
     if reason := why_not():
         raise LaboratoryError(reason)
     with Laboratory(args.hosts, args.rate, args.delay) as lab:
         # The best of three: on a shared machine, one may be disturbed, and the limit is not.
         goodput = max(lab.goodput() for _ in range(3))
-        mbit = goodput * 8 / 1e6
-        title = f"{args.hosts} hosts × {args.per_host} workers, {args.rate} ({mbit:.1f} of payload)"
-        about = {"hosts": args.hosts, "per_host": args.per_host, "rate": args.rate}
-        about |= {"delay": args.delay, "goodput": goodput}
-        compare_ops(args, lab, title, about, per_host=args.per_host, goodput=goodput)
+        about = {"hosts": args.hosts, "rate": args.rate, "delay": args.delay, "goodput": goodput}
+        yield lab, about
+
+
+def payload(about: Record) -> str:
+    """The rate of links, in words."""
+    return f"{about['rate']} ({about['goodput'] * 8 / 1e6:.1f} of payload)"
+
+
+def run_arrivals(args: argparse.Namespace) -> None:
+    """Compare reductions whose operands come later."""
+    with laboratory(args) as (lab, about):
+        goodput = about["goodput"]
+        if args.late is None:
+            interval = args.interval * args.size / goodput
+            what = f"an operand every {interval:.2f} s"
+            cases = [{"case": op, "op": f"{op}-arrivals", "interval": interval} for op in args.ops]
+        else:
+            what = f"the first {args.hosts // 2} operands of {args.hosts}"
+            cases = [
+                {"case": "none late", "op": "reduce-half", "late": 0},
+                {"case": f"one {args.late:g} s late", "op": "reduce-half", "late": args.late},
+            ]
+        title = f"{args.hosts} hosts, {payload(about)}, {what}"
+        path = new_file(args)
+        with clusters(args, lab, path) as all_clusters:
+            comparison = Comparison(all_clusters, args.reps, timeout=args.timeout, goodput=goodput)
+            header = report.header(title=title, interval=args.interval, late=args.late, **about)
+            records = kept(path, header, comparison.arrivals(cases, args.size))
+    show_ops(path, title, records)
+
+
+def run_degrees(args: argparse.Namespace) -> None:
+    """Compare trees of reductions."""
+    args.systems = ["hoplite"]
+    with laboratory(args) as (lab, about):
+        title = f"reduce by trees, {args.hosts} hosts, {payload(about)}"
+        path = new_file(args)
+        with clusters(args, lab, path) as all_clusters:
+            comparison = Comparison(
+                all_clusters, args.reps, timeout=args.timeout, goodput=about["goodput"]
+            )
+            header = report.header(title=title, **about)
+            records = kept(path, header, comparison.degrees(degrees(args.hosts), args.sizes))
+    show_ops(path, title, records)
+
+
+def run_peers(args: argparse.Namespace) -> None:
+    """Measure those libraries that are there."""
+    versions = {}
+    for system in args.systems:
+        version, missing = peers.find(system, args.python)
+        console.print(f"{system}: {version or f'not measured: {missing}'}", soft_wrap=True)
+        if version:
+            versions[system] = version
+    if not versions:
+        raise ValueError("there is no peer to measure; see --python")
+    with laboratory(args) as (lab, about):
+        title = f"{args.hosts} hosts, {payload(about)}"
+        path = new_file(args)
+        header = report.header(title=title, peers=versions, **about)
+        records = itertools.chain.from_iterable(
+            peers.run(
+                lab,
+                system,
+                args.python,
+                args.ops,
+                args.sizes,
+                args.reps,
+                about["goodput"],
+                args.timeout,
+                path.with_suffix(".logs"),
+            )
+            for system in versions
+        )
+        collected = kept(path, header, records)
+    show_ops(path, title, collected)
 
 
 def run_loopback(args: argparse.Namespace) -> None:

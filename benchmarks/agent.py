@@ -20,7 +20,9 @@ from typing import Any
 from distributed import Client
 
 from benchmarks import faults, side
-from benchmarks.workloads import OPS, Copies, Workload
+from benchmarks.collectives import set_degree
+from benchmarks.operations import WORKLOADS
+from benchmarks.workloads import Workload
 
 
 class Agent:
@@ -31,21 +33,22 @@ class Agent:
         self.hoplite = hoplite
         self.workload: Workload | None = None
 
-    def prepare(self, op: str, nbytes: int) -> None:
+    def prepare(self, op: str, nbytes: int, **how: float) -> None:
         """Get ready for an operation."""
-        self.workload = OPS[op](self.client, nbytes)
+        self.workload = WORKLOADS[op](self.client, nbytes, self.hoplite, **how)
         self.workload.prepare()
 
     def run(self) -> dict[str, float | None]:
         """Do the operation: the seconds that it took and the number of copies that it left."""
         start = time.perf_counter()
         self.workload.run()
-        seconds = time.perf_counter() - start
-        return {"seconds": seconds, "copies": self.copies()}
+        end = time.perf_counter()
+        copies = self.copies()
+        return {"seconds": end - self.workload.since(start), "copies": copies}
 
     def copies(self) -> int | None:
         """Count the copies there are now, if the operation is one that makes copies."""
-        return self.workload.copies() if isinstance(self.workload, Copies) else None
+        return self.workload.copies() if self.workload.makes_copies else None
 
     def correct(self) -> bool:
         """Look at the values."""
@@ -65,11 +68,15 @@ class Agent:
     def warm_up(self) -> None:
         """Spread something, so that connections exist and the speed of links is known."""
         for _ in range(2):
-            workload = OPS["tasks"](self.client, 2**22)
+            workload = WORKLOADS["tasks"](self.client, 2**22)
             workload.prepare()
             workload.run()
         del workload
         wait_until_empty(self.client)
+
+    def degree(self, degree: int | None) -> None:
+        """Force the degree of the trees of reductions; None leaves it to Hoplite."""
+        self.client.run_on_scheduler(set_degree, degree)
 
     def faults(self, name: str, **arguments: Any) -> Any:
         """Begin a broadcast that will be disturbed, or go on with it."""

@@ -11,11 +11,14 @@ from functools import partial
 
 from benchmarks.cluster import ClientError, ClientTimeout, Cluster
 from benchmarks.laboratory import Laboratory
-from benchmarks.workloads import OPS
+from benchmarks.operations import WORKLOADS
 
 #: In these, plain Dask's memory manager drops copies while others are being made, so that a single
 #: repetition can take minutes.
 SLOW_IN_PLAIN = ("scatter", "scatter-plain-client", "replicate")
+
+#: Size at which the operations of `Comparison.arrivals` are warmed up.
+WARM_UP = 2**20
 
 Record = dict[str, object]
 
@@ -57,6 +60,46 @@ class Comparison:
                 for record in self._take_turns(measure, warm_up, slow):
                     yield {"op": op, "nbytes": nbytes, **record}
 
+    def arrivals(self, cases: list[Record], nbytes: int) -> Iterator[Record]:
+        """Measure reductions whose operands come later; a record is yielded as soon as it is there.
+
+        Parameters
+        ----------
+        cases : list of dict
+            ``"case"``, which is its name, ``"op"``, and arguments of the operation.
+        nbytes : int
+            Size of an operand.
+        """
+        for case in cases:
+            case = dict(case)
+            name = case.pop("case")
+            measure = partial(self._operation, nbytes=nbytes, later=0, **case)
+            warm_up = partial(measure, nbytes=min(nbytes, WARM_UP))
+            for cluster in self.clusters:
+                warm_up(cluster)
+            for record in self._take_turns(measure, warm_up):
+                yield {"op": name, "nbytes": nbytes, **record}
+
+    def degrees(self, degrees: dict[str, int | None], sizes: list[int]) -> Iterator[Record]:
+        """Measure reduce with trees of given degrees, in turns; the only cluster is Hoplite's."""
+        [cluster] = self.clusters
+        measure = partial(self._operation, cluster, op="reduce", later=0)
+        measure(nbytes=min(sizes))
+        for nbytes in sizes:
+            for rep in range(self.reps):
+                names = list(degrees)
+                names = names[rep % len(names) :] + names[: rep % len(names)]
+                for name in names:
+                    cluster.client().call("degree", degree=degrees[name])
+                    record = measure(nbytes=nbytes)
+                    yield {
+                        "op": f"reduce, {name}",
+                        "nbytes": nbytes,
+                        "system": cluster.system,
+                        "rep": rep,
+                        **record,
+                    }
+
     def effects(self, effects: list[str], shrink: int) -> Iterator[Record]:
         """Measure side effects; a record is yielded as soon as it is there."""
         for effect in effects:
@@ -85,19 +128,21 @@ class Comparison:
                     given_up.add(cluster)
                     warm_up(cluster)  # it is a fresh one by now
 
-    def _operation(self, cluster: Cluster, op: str, nbytes: int, later: float) -> Record:
+    def _operation(
+        self, cluster: Cluster, op: str, nbytes: int, later: float, **how: object
+    ) -> Record:
         record: Record = {}
         if self.goodput:
-            crossings = OPS[op].crossings(cluster.workers, cluster.per_host)
+            crossings = WORKLOADS[op].crossings(cluster.workers, cluster.per_host)
             record["limit"] = crossings * nbytes / self.goodput
         with self._restarted_on_error(cluster, record):
             client = cluster.client(registers=op != "scatter-plain-client")
-            client.call("prepare", op=op, nbytes=nbytes)
+            client.call("prepare", op=op, nbytes=nbytes, **how)
             with self._others_frozen(cluster), count_bytes(cluster, record):
                 record |= client.call("run", timeout=self.timeout)
             end = time.monotonic()
             record["correct"] = client.call("correct")
-            if OPS[op].makes_copies:
+            if WORKLOADS[op].makes_copies:
                 time.sleep(max(0, end + later - time.monotonic()))
                 record["copies_later"] = client.call("copies")
             client.call("release")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -20,8 +21,7 @@ from rich.table import Table
 from benchmarks.cluster import ROOT, SYSTEMS
 from benchmarks.measure import Record
 
-COLOURS = {"plain": "#8c8c8c", "hoplite": "#d1495b"}
-COLUMNS_OF_LINKS = ["limit s", "× limit", "most in", "most out"]
+COLOURS = {"plain": "#8c8c8c", "hoplite": "#d1495b", "gloo": "#2e86ab", "openmpi": "#3a7d44"}
 COLUMNS = ["op", "size", "system", "n", "median s", "min to max", "limit s", "× limit", "× plain"]
 CAPTION = (
     "Medians. × plain: over plain Dask's median. most in, most out: bytes at the busiest host, in "
@@ -82,15 +82,17 @@ def line(record: Record) -> str:
 
 def ops_table(records: list[Record]) -> Table:
     """One row per operation, size and system."""
-    limited = any("limit" in record for record in records)
-    columns = [name for name in COLUMNS if limited or name not in COLUMNS_OF_LINKS]
-    table = Table(*columns)
+    lines = []
     for (op, nbytes), rows in grouped(records, "op", "nbytes").items():
         for (system,), mine in grouped(rows, "system").items():
             cells = {"op": op, "size": format_bytes(nbytes), "system": system}
-            cells |= summary(mine, others=rows)
-            table.add_row(*(cells.get(name, "") for name in columns))
-        table.add_section()
+            lines.append(cells | summary(mine, others=rows))
+    columns = [name for name in COLUMNS if any(name in cells for cells in lines)]
+    table = Table(*columns)
+    for cells, following in itertools.zip_longest(lines, lines[1:], fillvalue={}):
+        group = [cells[name] for name in ("op", "size")]
+        ends = group != [following.get(name) for name in ("op", "size")]
+        table.add_row(*(cells.get(name, "") for name in columns), end_section=ends)
     table.caption = CAPTION
     return table
 
@@ -115,6 +117,7 @@ def summary(rows: list[Record], others: list[Record]) -> dict[str, str]:
         cells["× plain"] = f"{statistics.median(seconds) / statistics.median(plain):.2f}"
     if "limit" in good[0]:
         cells["× limit"] = f"{statistics.median(map(over_limit, good)):.2f}"
+    if "entered" in good[0]:
         cells["most in"] = crossed(good, "entered")
         cells["most out"] = crossed(good, "left")
     if good[0]["copies"] is not None:
@@ -205,6 +208,8 @@ def plot(path: Path, records: list[Record], title: str) -> None:
     limited = any("limit" in record for record in records)
     ops = list(grouped(records, "op"))
     panels = grouped(records, "nbytes")
+    systems = [system for system in COLOURS if any(row["system"] == system for row in records)]
+    offsets = {system: 0.64 * (i + 0.5) / len(systems) - 0.32 for i, system in enumerate(systems)}
     figure, axes = plt.subplots(
         1,
         len(panels),
@@ -216,7 +221,7 @@ def plot(path: Path, records: list[Record], title: str) -> None:
     )
     for axis, ((nbytes,), rows) in zip(axes[0], panels.items(), strict=True):
         for row in rows:
-            y = ops.index((row["op"],)) + (0.16 if row["system"] == "hoplite" else -0.16)
+            y = ops.index((row["op"],)) + offsets[row["system"]]
             seconds = row["seconds"] if is_good(row) else row["timeout"]
             if seconds is None:
                 continue
@@ -239,9 +244,9 @@ def plot(path: Path, records: list[Record], title: str) -> None:
         axis.set_ylim(len(ops) - 0.5, -0.5)
         axis.spines[["top", "right", "left"]].set_visible(False)
         axis.tick_params(axis="y", length=0)
-    for system in SYSTEMS:
+    for system in systems:
         axes[0][0].scatter([], [], s=28, color=COLOURS[system], label=system)
-    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    figure.legend(loc="outside lower center", ncols=len(systems), frameon=False)
     figure.suptitle(title, fontsize=11)
     figure.savefig(path, dpi=150)
     plt.close(figure)

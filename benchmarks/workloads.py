@@ -6,12 +6,13 @@ A workload is used in steps, of which only `run` is timed: ``prepare``, ``run``,
 from __future__ import annotations
 
 import uuid
-import zlib
 from typing import ClassVar
 
 import dask
 import numpy as np
 from distributed import Client, Future, wait
+
+from benchmarks.operands import checksum
 
 
 class Workload:
@@ -23,19 +24,22 @@ class Workload:
         A client of the cluster. Worker 0 is the one with the name "0", and so on.
     nbytes : int
         Size of each array.
+    hoplite : bool
+        Whether the client has registered Hoplite.
     """
 
     #: Whether the copies that it leaves on the workers are its purpose, and thus counted.
     makes_copies: ClassVar[bool] = False
 
-    def __init__(self, client: Client, nbytes: int):
+    def __init__(self, client: Client, nbytes: int, hoplite: bool = False):
         self.client = client
         self.nbytes = nbytes
+        self.hoplite = hoplite
         workers = client.scheduler_info(n_workers=-1)["workers"]
         self.workers = sorted(workers, key=lambda address: int(workers[address]["name"]))
 
     @staticmethod
-    def crossings(workers: int, per_host: int) -> int:
+    def crossings(workers: int, per_host: int) -> float:
         """Number of arrays that the busiest link has to carry at least."""
         return 1
 
@@ -46,6 +50,10 @@ class Workload:
     def run(self) -> None:
         """Do what is timed."""
         raise NotImplementedError
+
+    def since(self, begun: float) -> float:
+        """When the clock started, by `time.perf_counter`, if ``run`` was called at a moment."""
+        return begun
 
     def correct(self) -> bool:
         """Whether the values have arrived where they should, unchanged."""
@@ -168,8 +176,8 @@ class Scatter(Copies):
         self.array = self.client.scatter(self.value, broadcast=True)
 
 
-#: The operations by name. In "scatter-plain-client" the client has not registered Hoplite.
-OPS: dict[str, type[Workload]] = {
+#: These operations by name. In "scatter-plain-client" the client has not registered Hoplite.
+MOVES: dict[str, type[Workload]] = {
     "tasks": Tasks,
     "graph": Graph,
     "scatter": Scatter,
@@ -193,11 +201,6 @@ def ends(array: np.ndarray) -> float:
 def ends_of_each(*arrays: np.ndarray) -> list[float]:
     """Look at several arrays."""
     return [ends(array) for array in arrays]
-
-
-def checksum(array: np.ndarray) -> int:
-    """Read all of an array."""
-    return zlib.crc32(array)
 
 
 def checksum_of_copy(key: str, dask_worker) -> int | None:

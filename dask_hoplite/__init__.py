@@ -7,13 +7,16 @@ from distributed import Scheduler
 __version__ = "0.1.0"
 
 from dask_hoplite.api import broadcast, gather, scatter, status, transfers
+from dask_hoplite.collectives import allreduce, contributors, reduce
 from dask_hoplite.exceptions import (
     HopliteError,
     NotInstalledError,
     ObjectLostError,
     ObjectTooLargeError,
+    ReductionError,
     TransferError,
 )
+from dask_hoplite.operands import OperandError
 from dask_hoplite.scheduler import Hoplite
 
 __all__ = [
@@ -22,9 +25,14 @@ __all__ = [
     "NotInstalledError",
     "ObjectLostError",
     "ObjectTooLargeError",
+    "OperandError",
+    "ReductionError",
     "TransferError",
+    "allreduce",
     "broadcast",
+    "contributors",
     "gather",
+    "reduce",
     "scatter",
     "status",
     "transfers",

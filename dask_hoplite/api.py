@@ -6,9 +6,9 @@ from collections.abc import Collection
 from typing import Any
 
 from distributed import Client, Future, get_client
-from distributed.client import FutureCancelledError, futures_of, no_default
+from distributed.client import futures_of, no_default
 
-from dask_hoplite.client import extension
+from dask_hoplite.client import check, extension
 from dask_hoplite.exceptions import TransferError
 
 
@@ -81,7 +81,7 @@ async def _broadcast(
         )
         await client.scheduler.hoplite_broadcast(key=x.key, workers=workers)
         return x
-    _check(client, [x])
+    check(client, [x])
     assert x._state is not None
     await x._state.wait()
     if x.status == "error":
@@ -160,7 +160,7 @@ def gather(futures: Any, client: Client | None = None) -> Any:
 
 async def _gather(client: Client, futures: Any) -> Any:
     await extension(client)
-    _check(client, futures_of(futures))
+    check(client, futures_of(futures))
     return await client._gather(futures)
 
 
@@ -219,14 +219,3 @@ def _workers(workers: Collection[str] | str | None) -> list[str] | None:
     if workers is None:
         return None
     return [workers] if isinstance(workers, str | int) else list(workers)
-
-
-def _check(client: Client, futures: Collection[Future]) -> None:
-    """Refuse futures that cannot be used with this client, at once and by name."""
-    for future in futures:
-        if future.client is not client:
-            raise ValueError(
-                f"{future.key!r} is a future of client {future.client.id}, not of {client.id}"
-            )
-        if future.cancelled() or future.key not in client.futures:
-            raise FutureCancelledError(future.key, "it was released or cancelled")

@@ -12,7 +12,7 @@ from typing import Any
 
 from dask.utils import parse_timedelta
 from distributed import Client, Future
-from distributed.client import no_default
+from distributed.client import FutureCancelledError, no_default
 
 import dask_hoplite
 from dask_hoplite.config import setting
@@ -405,6 +405,17 @@ class ClientExtension:
 
         fetch = Fetch(key, client.id, reach, locate, self.stall_timeout, self.slots)
         return await fetch.run(holders)
+
+
+def check(client: Client, futures: Collection[Future]) -> None:
+    """Refuse futures that cannot be used with this client, at once and by name."""
+    for future in futures:
+        if future.client is not client:
+            raise ValueError(
+                f"{future.key!r} is a future of client {future.client.id}, not of {client.id}"
+            )
+        if future.cancelled() or future.key not in client.futures:
+            raise FutureCancelledError(future.key, "it was released or cancelled")
 
 
 def _is_collection(data: Any) -> bool:

@@ -53,6 +53,26 @@ class ObjectTooLargeError(TransferError):
     """No worker that was asked for may hold an object of this size."""
 
 
+class ReductionError(HopliteError):
+    """A reduction cannot have a result.
+
+    Parameters
+    ----------
+    key : Key
+        That of the result.
+    reason : str
+        What stands in the way.
+    """
+
+    def __init__(self, key: object, reason: str):
+        self.key = key
+        self.reason = reason
+        super().__init__(key, reason)
+
+    def __str__(self) -> str:
+        return f"{self.key!r}: {self.reason}"
+
+
 class SourceFailedError(OSError):
     """One source failed; another one may do. Does not leave the package."""
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, get_args
 
-from dask_hoplite.core.events import Event
-from dask_hoplite.core.instructions import Instruction
+from dask_hoplite.core.events import Event, ReductionEvent
+from dask_hoplite.core.instructions import Instruction, ReductionInstruction
 
-_TYPES = {cls.__name__: cls for cls in (*get_args(Event), *get_args(Instruction))}
+_KINDS = (Event, ReductionEvent, Instruction, ReductionInstruction)
+_TYPES = {cls.__name__: cls for kind in _KINDS for cls in get_args(kind)}
 
 
-def encode(item: Event | Instruction) -> dict[str, Any]:
+def encode(item: Event | ReductionEvent | Instruction | ReductionInstruction) -> dict[str, Any]:
     """An event or instruction as a dict of what msgpack can carry."""
     fields = {f.name: getattr(item, f.name) for f in dataclasses.fields(item)}
     return {"type": type(item).__name__, **fields}

@@ -28,12 +28,21 @@ from dask_hoplite import lost_object
 from dask_hoplite.config import Config
 from dask_hoplite.copies import Copies
 from dask_hoplite.core.directory import Directory
-from dask_hoplite.core.events import Event, Key, Released, Wanted, WorkerJoined, WorkerLeft
+from dask_hoplite.core.events import (
+    Event,
+    Key,
+    ReductionEvent,
+    Released,
+    Wanted,
+    WorkerJoined,
+    WorkerLeft,
+)
 from dask_hoplite.core.instructions import Cancel, Instruction
 from dask_hoplite.core.wishes import Wishes
 from dask_hoplite.exceptions import ObjectLostError
 from dask_hoplite.messages import decode, encode
 from dask_hoplite.puts import Puts
+from dask_hoplite.reductions import ANNOTATION, Reductions
 from dask_hoplite.targets import fits
 from dask_hoplite.transfer.relay import relay
 from dask_hoplite.transfer.serve import NoReply
@@ -108,6 +117,7 @@ class Hoplite(SchedulerPlugin):
         self.wishes = Wishes()
         self.losses: dict[Key, dict[str, str]] = {}  # where last copies were, and what happened
         self.tasks: set[asyncio.Task[Any]] = set()
+        self.reductions = Reductions(self, scheduler)
         self._reset()
         for address in scheduler.workers:
             self.add_worker(scheduler, address)
@@ -135,6 +145,8 @@ class Hoplite(SchedulerPlugin):
             "hoplite_abort": self.abort,
             "hoplite_comes": puts.comes,
             "hoplite_broadcast": copies.broadcast,
+            "hoplite_hold": self.reductions.hold,
+            "hoplite_contributors": self.reductions.contributors_of,
             "hoplite_locate": self.locate,
             "hoplite_relay": self.relay,
             "hoplite_transfers": self.transfers,
@@ -229,6 +241,7 @@ class Hoplite(SchedulerPlugin):
     ) -> None:
         """Count a worker out. Those that it fed are told when they next ask."""
         self.handle(WorkerLeft(worker))
+        self.reductions.worker_left(worker)
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
         """Give up what a client was about to push."""
@@ -237,12 +250,14 @@ class Hoplite(SchedulerPlugin):
     def restart(self, scheduler: Scheduler) -> None:
         """Forget all objects."""
         self.wishes.clear()
+        self.reductions.restart()
         self._reset()
         for worker in scheduler.workers:
             self.add_worker(scheduler, worker)
 
     def transition(self, key: Key, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
         """See objects come and go. Called for every task of the cluster: must cost nothing."""
+        self.reductions.transition(key, start, finish)
         if start == "memory" and key in self.directory.trees:
             self.perform(self.handle(Released(key)))
         if finish == "forgotten":
@@ -261,6 +276,9 @@ class Hoplite(SchedulerPlugin):
         questions come in any order, repeated work takes the same ways, whose connections exist.
         """
         message = self.plain_task_to_msg(ts, *args)
+        if ts.annotations and ANNOTATION in ts.annotations:
+            self.reductions.task_to_msg(ts, message)
+            return message
         ws = ts.processing_on
         if ws is not None and ws.status == Status.running:
             missing = [
@@ -299,7 +317,11 @@ class Hoplite(SchedulerPlugin):
     def log_event(self, topic: str, msg: Any) -> None:
         """A worker reports what needs no answer; or Dask, that it removes a worker."""
         if topic == TOPIC:
-            self.perform(self.handle(decode(msg["event"])))
+            event = decode(msg["event"])
+            if isinstance(event, ReductionEvent):
+                self.reductions.tell(event)
+            else:
+                self.perform(self.handle(event))
         elif isinstance(msg, dict) and msg.get("action") == "remove-worker":
             how = "left" if msg.get("expected") else "died, or was cut off"
             for key in msg.get("lost-scattered-tasks", ()):

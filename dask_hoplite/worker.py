@@ -22,11 +22,12 @@ from distributed.worker_state_machine import (
 )
 
 from dask_hoplite.arrivals import Arrivals
-from dask_hoplite.core.events import Declined, Event, Key
+from dask_hoplite.core.events import Declined, Event, Key, ReductionEvent
 from dask_hoplite.core.instructions import Instruction, Pull
 from dask_hoplite.exceptions import CancelledPullError, HopliteError, ObjectTooLargeError
 from dask_hoplite.failed_dependency import FailedDependencyEvent
 from dask_hoplite.messages import decode, encode
+from dask_hoplite.reducer import Reducer
 from dask_hoplite.transfer.pull import Incoming, Puller
 from dask_hoplite.transfer.serve import NoReply, serve
 from dask_hoplite.transfer.shelf import Shelf
@@ -84,6 +85,7 @@ class HopliteWorker(WorkerPlugin):
             bytes_limit=bytes_limit,
         )
         self.arrivals = Arrivals(worker, self.puller, self.report, self.push_timeout, bytes_limit)
+        self.reducer = Reducer(worker, self.puller, self.report, self.stall_timeout)
         self.landing: dict[Key, asyncio.Future[None]] = {}
         self.plain_gather_dep = worker.gather_dep
         self.handlers: dict[str, Callable[..., Any]] = {
@@ -96,6 +98,13 @@ class HopliteWorker(WorkerPlugin):
         worker.handlers.update(self.handlers)
         self.plain_compute_task = worker.stream_handlers["compute-task"]
         worker.stream_handlers["compute-task"] = self.compute_task
+        self.stream_handlers: dict[str, Callable[..., Any]] = {
+            "hoplite-combine": self.reducer.combine,
+            "hoplite-forget": self.reducer.forget,
+            "hoplite-release": self.reducer.release,
+            "hoplite-fail": self.reducer.fail,
+        }
+        worker.stream_handlers.update(self.stream_handlers)
         worker.gather_dep = self.gather_dep  # type: ignore[method-assign]
         # Dask's buffer tells what it spills; another mapping may not spill, or not tell.
         self.on_spill: list[Any] = getattr(worker.data, "fast_to_slow_callbacks", [])
@@ -111,9 +120,12 @@ class HopliteWorker(WorkerPlugin):
         self.on_spill.remove(self.spilled)
         for name in self.handlers:
             worker.handlers.pop(name, None)
+        for name in self.stream_handlers:
+            worker.stream_handlers.pop(name, None)
         self.arrivals.close()
         for landing in self.landing.values():
             landing.cancel()
+        await self.reducer.close()
         await self.puller.close()
         self.shelf.close(ConnectionError("Hoplite was uninstalled"))
 
@@ -125,6 +137,8 @@ class HopliteWorker(WorkerPlugin):
             self.shelf.discard(key)
         elif finish == "cancelled" and start == "flight":
             self.puller.drop(key)
+        elif finish == "cancelled" and start in ("executing", "long-running"):
+            self.reducer.drop(key)
 
     def spilled(self, key: Key, value: object) -> None:
         """Dask moves an object to disk, to have its memory free."""
@@ -135,7 +149,7 @@ class HopliteWorker(WorkerPlugin):
         answer = await self.worker.scheduler.hoplite_tell(event=encode(event))
         return decode(answer) if answer else None
 
-    def report(self, event: Event) -> None:
+    def report(self, event: Event | ReductionEvent) -> None:
         """Tell the directory, with whatever else this worker tells the scheduler about now.
 
         By Dask's event log, where people can see it too, and where it harms nobody if the
@@ -313,6 +327,9 @@ class HopliteWorker(WorkerPlugin):
 
         async def hold(key: Key) -> None:
             while key not in self.worker.data:
+                if (value := self.reducer.have(key)) is not None:
+                    self.worker.update_data({key: value}, stimulus_id=f"hoplite-{clock.time()}")
+                    return
                 value, incoming = await self.puller.pull(key, nbytes[key])
                 self._log_received(key, value, incoming)
                 ts = self.worker.state.tasks.get(key)

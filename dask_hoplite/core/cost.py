@@ -72,6 +72,17 @@ class CostModel:
         depth = math.ceil(math.log(receivers * (fan_out - 1) / fan_out + 1, fan_out) - 1e-9)
         return min(fan_out, receivers) * once + depth * self.latency
 
+    def rings(self, nbytes: int, members: int) -> bool:
+        """Whether all get a sum sooner by a ring than by a tree to one of them, and one back.
+
+        A ring of ``n`` moves ``2·(n-1)/n`` of the bytes over each link (R. Rabenseifner 2004;
+        P. Patarasuk and X. Yuan 2009), in a row of as many hops each way.
+        """
+        once = 2 * (members - 1) / members * nbytes / self.bandwidth
+        ring = once + 2 * (members - 1) * self.latency
+        width = self.fan_out(nbytes, members - 1)
+        return ring < 2 * self.seconds(nbytes, members - 1, width)
+
     def fan_out(self, nbytes: int, receivers: int) -> int:
         """The number of receivers that a host should feed at a time."""
         best = 1

@@ -153,6 +153,114 @@ class Released:
     key: Key
 
 
+# Of reductions. Their key is that of the result.
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """An operand is in memory."""
+
+    key: Key
+    operand: Key
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """An operand will never be in memory: its task failed, or it is lost for good."""
+
+    key: Key
+    operand: Key
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rooted:
+    """It is known which worker is to have the result; None: no longer."""
+
+    key: Key
+    worker: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """The time is over that was given to other operands, to become ready."""
+
+    key: Key
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """A worker that was silent, or could not be reached, has answered."""
+
+    key: Key
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class Combining:
+    """A node is at work: from each of its sources so many bytes have come, and so many are made."""
+
+    key: Key
+    worker: str
+    node: int
+    received: tuple[int, ...]
+    made: int
+
+
+@dataclass(frozen=True, slots=True)
+class Combined:
+    """A node is done. ``seconds``: how long its bytes came; ``nbytes``: how many it gives."""
+
+    key: Key
+    worker: str
+    node: int
+    seconds: float = 0.0
+    nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """A node cannot get on with a source: it cannot be reached, or (``gone``) has nothing."""
+
+    key: Key
+    worker: str
+    node: int
+    source: int
+    reason: str
+    gone: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A node's worker does not have an operand, or cannot do its part."""
+
+    key: Key
+    worker: str
+    node: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unfit:
+    """Operands do not go together, or the operation raises: ``error`` is that, in pickled form."""
+
+    key: Key
+    worker: str
+    node: int
+    reason: str
+    error: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Promoted:
+    """Operands are of several item sizes: all are to be combined as ``common``, in pickled form."""
+
+    key: Key
+    worker: str
+    node: int
+    common: bytes
+
+
 Event = (
     WorkerJoined
     | WorkerLeft
@@ -167,4 +275,19 @@ Event = (
     | Abandoned
     | Declined
     | Released
+)
+
+ReductionEvent = (
+    WorkerLeft
+    | Ready
+    | Gone
+    | Rooted
+    | Due
+    | Returned
+    | Combining
+    | Combined
+    | Broken
+    | Missing
+    | Unfit
+    | Promoted
 )

@@ -26,14 +26,22 @@ class Buffer:
     layout : Layout
         Sizes of the frames.
     frames : list of memoryview, optional
-        The frames, complete. Without them, memory is allocated and the buffer starts empty.
+        The frames. Without them, memory is allocated and the buffer starts empty.
+    received : int, optional
+        How many bytes there are in the frames given. Default: all.
     """
 
-    def __init__(self, layout: Layout, frames: list[memoryview] | None = None):
+    def __init__(
+        self,
+        layout: Layout,
+        frames: list[memoryview] | None = None,
+        received: int | None = None,
+    ):
         self.layout = layout
         self.frames = [host_array(n) for n in layout.lengths] if frames is None else frames
         self.nbytes = layout.nbytes
-        self.received = self.nbytes if frames is not None else 0
+        whole = self.nbytes if frames is not None else 0
+        self.received = whole if received is None else received
         self.arrived = self.received  #: the same, or more, with what is not yet checked
         self.sent = 0  #: position on the wire up to which it was sent by whoever sent it last
         blocks = -(-self.nbytes // layout.block)

@@ -65,6 +65,7 @@ async def take(
     begin: Callable[[Layout, dict[str, Any] | None], Buffer],
     hops: int = 1,
     early: bool = False,
+    share: bool = True,
 ) -> str:
     """Take from one source what is missing of an object.
 
@@ -88,6 +89,8 @@ async def take(
         How many receivers there may be in a row.
     early : bool
         Whether the source may not know yet that it will have the object.
+    share : bool
+        Whether shared memory will do.
 
     Returns
     -------
@@ -109,7 +112,7 @@ async def take(
             "receiver": receiver,
             "offset": buffer.received if buffer is not None else 0,
             "identity": buffer.layout.identity if buffer is not None else "",
-            "affinity": affinity(),
+            "affinity": affinity() if share else "",
             "early": early,
         }
         answer = await send_recv(comm, **request)

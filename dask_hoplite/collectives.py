@@ -1,0 +1,267 @@
+"""Reductions on futures, as clients ask for them."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import dask
+import numpy as np
+from distributed import Client, Future, get_client
+from distributed.protocol.pickle import dumps, loads
+
+from dask_hoplite.client import check, extension
+from dask_hoplite.exceptions import NotInstalledError, TransferError
+from dask_hoplite.operands import Op, combine_here
+from dask_hoplite.reductions import ANNOTATION
+
+Operation = str | np.ufunc | Callable[[Any, Any], Any]
+
+#: Whoever waits for a reduction has waited for all of its operands already: it goes first.
+PRIORITY = 100
+
+
+def reduce(
+    futures: Iterable[Future],
+    op: Operation = "sum",
+    num_objects: int | None = None,
+    root: str | None = None,
+    timeout: float | None = None,
+    client: Client | None = None,
+    *,
+    ordered: bool = False,
+) -> Any:
+    """Combine the values of futures to one, on the way from worker to worker.
+
+    Parameters
+    ----------
+    futures : iterable of Future
+        The operands: NumPy arrays of any dtype and shape, numbers, Torch tensors in the memory of
+        the CPU, or nested dicts, lists and tuples of those; all of the same structure and shapes.
+        With a callable as ``op``, any objects.
+    op : str, numpy.ufunc or callable
+        "sum", "prod", "min", "max", "mean", a binary NumPy ufunc, or a function of two values. It
+        must be associative and commutative. NaN, overflow, and mixed item sizes are treated as by
+        :meth:`numpy.ufunc.reduce` over the stacked operands; a mean is divided by the number of
+        operands that went in.
+    num_objects : int, optional
+        Take so many operands, the first that are ready, and leave the others alone. Which ones, is
+        said by :func:`contributors`. Default: all.
+    root : str, optional
+        Address or name of the worker that is to have the result. If it leaves, it is another one.
+        Default: one that Dask chooses.
+    timeout : float, optional
+        Seconds after which the reduction fails if it has no result.
+    client : Client, optional
+        Default: the current client; inside a task the worker's.
+    ordered : bool
+        Combine the operands in the order given, each with the sum of those before it, wherever
+        they are: equal bits each time, also of floating-point numbers. May cross the network more
+        often.
+
+    Returns
+    -------
+    Future
+        That of the result, at once. It is a task of Dask like others: it can be an argument before
+        it exists, is computed again if it is lost, and is given up with its last future. With an
+        asynchronous client, an awaitable of it.
+
+    Raises
+    ------
+    ValueError
+        If there are no operands, one comes twice or is of another client; if ``num_objects`` is not
+        from 1 to their number; if there is no such operation or worker.
+    TypeError
+        If ``op`` is nothing that combines two values, or an operand is no future.
+    CancelledError
+        If an operand was released or cancelled.
+    NotInstalledError
+        If the cluster has no Hoplite.
+    Exception
+        That of an operand's task, if it has failed, and fewer than needed are left.
+
+    Notes
+    -----
+    The future itself fails with :class:`~dask_hoplite.OperandError` (a ValueError that names both
+    keys) if operands do not match, with :class:`~dask_hoplite.ReductionError` if too few of them
+    are left, with :class:`TimeoutError`, or with what an operand's task or ``op`` has raised.
+
+    Operands are combined in the order in which they become ready, those of one worker first, then
+    those of one host. Sums go on block by block while they are formed (Hoplite, SIGCOMM 2021,
+    section 3.4). The result has the dtype that ``ufunc.reduce`` gives.
+
+    Examples
+    --------
+    >>> gradients = client.map(gradient, batches)  # doctest: +SKIP
+    >>> step = hoplite.reduce(gradients, "mean", num_objects=4)  # doctest: +SKIP
+    >>> used = hoplite.contributors(step)  # doctest: +SKIP
+    """
+    client = client or get_client()
+    wish = _wish(op, num_objects, timeout, ordered)
+    named = [] if root is None else [root]
+    return client.sync(_submit, client, "reduce", futures, wish, named)
+
+
+def allreduce(
+    futures: Iterable[Future],
+    op: Operation = "sum",
+    num_objects: int | None = None,
+    workers: Collection[str] | str | None = None,
+    timeout: float | None = None,
+    client: Client | None = None,
+    *,
+    ordered: bool = False,
+) -> Any:
+    """Combine the values of futures to one that is on every worker that contributed.
+
+    Parameters
+    ----------
+    futures, op, num_objects, timeout, client, ordered
+        As for :func:`reduce`.
+    workers : collection of str, optional
+        Addresses or names of the workers that are to have the result. Default: those that
+        contributed.
+
+    Returns
+    -------
+    Future
+        That of the result, at once. It is finished when all have it. The copies stay until it is
+        released. With an asynchronous client, an awaitable of it.
+
+    Raises
+    ------
+    Exception
+        As :func:`reduce`.
+
+    Notes
+    -----
+    Large operands that are all ready go round in a ring, in which each worker combines a share and
+    tells the others (reduce-scatter and allgather). Otherwise the result spreads from its root
+    while it is still being formed there.
+    """
+    client = client or get_client()
+    wish = _wish(op, num_objects, timeout, ordered)
+    named = [workers] if isinstance(workers, str) else list(workers or ())
+    if workers is not None and not named:
+        raise ValueError("there are no workers to have the result")
+    wish["spread"] = "workers" if named else "contributors"
+    return client.sync(_submit, client, "allreduce", futures, wish, named)
+
+
+def contributors(future: Future, client: Client | None = None) -> Any:
+    """The futures that went into a reduction; waits until it is known.
+
+    Parameters
+    ----------
+    future : Future
+        What :func:`reduce` or :func:`allreduce` gave.
+    client : Client, optional
+        Default: the current client; inside a task the worker's.
+
+    Returns
+    -------
+    list of Future
+        In the order in which they were given. With an asynchronous client, an awaitable.
+
+    Raises
+    ------
+    ValueError
+        If it is not the future of a reduction.
+    Exception
+        What the reduction failed with.
+    """
+    client = client or get_client()
+    return client.sync(_contributors, client, future)
+
+
+async def _contributors(client: Client, future: Future) -> list[Future]:
+    await extension(client)
+    check(client, [future])
+    assert future._state is not None
+    await future._state.wait()
+    if future.status == "error":
+        await future  # raises
+    keys = await client.scheduler.hoplite_contributors(key=future.key)
+    if keys is None:
+        raise ValueError(f"{future.key!r} is not the result of a reduction")
+    return [Future(key, client) for key in keys]
+
+
+def _wish(
+    op: Operation, num_objects: int | None, timeout: float | None, ordered: bool
+) -> dict[str, Any]:
+    """What a reduction's task tells the scheduler, apart from its operands."""
+    if num_objects is not None:
+        if ordered:
+            raise ValueError("the first that are ready have no fixed order: num_objects or ordered")
+        if isinstance(num_objects, bool) or not isinstance(num_objects, int | np.integer):
+            raise TypeError(f"num_objects is a number of operands, not {num_objects!r}")
+        num_objects = int(num_objects)
+    return {
+        "count": num_objects,
+        "op": dumps(Op.of(op)),
+        "timeout": timeout,
+        "ordered": ordered,
+        "spread": None,
+    }
+
+
+async def _submit(
+    client: Client, name: str, futures: Iterable[Future], wish: dict[str, Any], named: list[str]
+) -> Future:
+    """Ask for a reduction."""
+    await extension(client)
+    futures = list(futures)
+    # If not all are needed, it is not known yet what the task depends on.
+    some = wish["count"] is not None or wish["timeout"] is not None
+    wish["count"] = len(futures) if wish["count"] is None else wish["count"]
+    await _check_operands(client, futures, wish["count"])
+    key = f"{name}-{uuid.uuid4().hex}"
+    wish["operands"] = [future.key for future in futures]
+    where: dict[str, Any] = {}
+    if some or named:
+        held = wish["operands"] if some else []
+        answer = await client.scheduler.hoplite_hold(key=key, operands=held, workers=named)
+        if answer["missing"]:
+            raise TransferError(answer["missing"][0], "it was released, and cannot be combined")
+        if named:
+            where = {"workers": answer["addresses"], "allow_other_workers": True}
+        if wish["spread"] == "workers":
+            wish["spread"] = answer["addresses"]
+    with dask.annotate(**{ANNOTATION: wish}):
+        return client.submit(
+            combine_plainly,
+            wish["op"],
+            *([] if some else futures),
+            key=key,
+            pure=False,
+            priority=PRIORITY,
+            **where,
+        )
+
+
+async def _check_operands(client: Client, futures: list[Future], count: int) -> None:
+    """Refuse, at once and by name, what cannot come to a result."""
+    if not futures:
+        raise ValueError("there are no operands")
+    seen: set[Any] = set()
+    for future in futures:
+        if not isinstance(future, Future):
+            raise TypeError(f"an operand is a future, not a {type(future).__name__}: {future!r}")
+        if future.key in seen:
+            raise ValueError(f"{future.key!r} is given twice; each operand counts once")
+        seen.add(future.key)
+    if not 1 <= count <= len(futures):
+        raise ValueError(f"num_objects must be from 1 to {len(futures)}, not {count}")
+    check(client, futures)
+    erred = [future for future in futures if future.status == "error"]
+    if len(futures) - len(erred) < count:
+        await erred[0]  # raises what the task raised
+
+
+def combine_plainly(op: bytes, *operands: Any) -> Any:
+    """What the task of a reduction does if Hoplite was uninstalled before it ran."""
+    if not operands:
+        raise NotInstalledError("Hoplite was uninstalled before this reduction had a result")
+    return combine_here(loads(op), operands)

@@ -1,0 +1,442 @@
+"""The scheduler's part in reductions: each is a task; its plan is made by the core."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from contextlib import suppress
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from dask._task_spec import Task
+from distributed.comm.core import CommClosedError
+from distributed.protocol.pickle import dumps
+from distributed.protocol.serialize import ToPickle
+
+from dask_hoplite.core.events import (
+    Combined,
+    Due,
+    Gone,
+    Key,
+    Pushed,
+    Ready,
+    ReductionEvent,
+    Released,
+    Returned,
+    Rooted,
+    WorkerLeft,
+)
+from dask_hoplite.core.instructions import (
+    Ask,
+    Combine,
+    Done,
+    Fail,
+    Forget,
+    Later,
+    Pull,
+    ReductionInstruction,
+)
+from dask_hoplite.core.reduction import Reduction
+from dask_hoplite.exceptions import ReductionError
+from dask_hoplite.messages import encode
+from dask_hoplite.reducer import result_of
+
+if TYPE_CHECKING:
+    from distributed.scheduler import Scheduler, TaskState
+
+    from dask_hoplite.scheduler import Hoplite
+
+logger = logging.getLogger(__name__)
+
+#: The annotation of a task that is a reduction
+ANNOTATION = "hoplite-reduction"
+
+
+class Run:
+    """One attempt to make the result of a reduction, from when Dask wants it until it is there."""
+
+    def __init__(self, key: Key, wish: dict[str, Any]):
+        self.key = key
+        #: What the client has asked for; see :func:`dask_hoplite.collectives.submit`
+        self.wish = wish
+        self.operands: tuple[Key, ...] = tuple(wish["operands"])
+        self.events: list[ReductionEvent] = []  # to be handled together
+        self.plan: Reduction
+        self.root: str | None = None
+        self.error: Any = None
+        self.workers: set[str] = set()  # that have been told something
+        self.copies: set[str] = set()  # that have the result, apart from the root
+        self.timers: list[asyncio.TimerHandle] = []
+        self.spreading: asyncio.Task[None] | None = None
+
+    @property
+    def spreads(self) -> bool:
+        """Whether others than the root are to have the result, too."""
+        return self.wish["spread"] is not None
+
+
+class Reductions:
+    """All reductions of a cluster.
+
+    A reduction is a task with an annotation. If all of its operands go into it, they are its
+    dependencies, so that Dask computes them again if they are lost. If some do, it has none before
+    it is known which; they are held for it meanwhile.
+    """
+
+    def __init__(self, hoplite: Hoplite, scheduler: Scheduler):
+        self.hoplite = hoplite
+        self.scheduler = scheduler
+        self.runs: dict[Key, Run] = {}
+        self.users: defaultdict[Key, set[Key]] = defaultdict(set)  # reductions by operand
+        self.contributors: dict[Key, tuple[Key, ...]] = {}
+        self.number = itertools.count(1).__next__
+        #: From how many others each worker takes; None: as the cost model recommends
+        self.degree: int | None = None
+
+    # What Dask tells
+
+    def transition(self, key: Key, start: str, finish: str) -> None:
+        """See operands and results come and go. Called for every task: must cost nothing."""
+        if key in self.users:
+            self._operand(key, finish)
+        if key in self.runs:
+            self._result(self.runs[key], start, finish)
+        elif start == "released" and finish == "waiting":
+            ts = self.scheduler.tasks[key]
+            if ts.annotations and ANNOTATION in ts.annotations:
+                self._begin(ts)
+        if finish == "forgotten":
+            self.contributors.pop(key, None)
+
+    def _begin(self, ts: TaskState) -> None:
+        assert ts.annotations is not None
+        wish = ts.annotations[ANNOTATION]
+        known = self.contributors.get(ts.key)
+        if known is not None:  # the result was there, and is lost: once more of the same
+            wish = {**wish, "operands": known, "count": len(known)}
+        run = self.runs[ts.key] = Run(ts.key, wish)
+        for operand in run.operands:
+            self.users[operand].add(ts.key)
+        if wish["timeout"] is not None and known is None:
+            loop = asyncio.get_running_loop()
+            run.timers.append(loop.call_later(wish["timeout"], self._overdue, run))
+        self._plan(run)
+
+    def _plan(self, run: Run) -> None:
+        """Begin with a plan."""
+        hoplite = self.hoplite
+        run.plan = Reduction(
+            run.key,
+            run.operands,
+            run.wish["count"],
+            hoplite.holders,
+            hoplite.directory.hosts,
+            self._nbytes,
+            self.number,
+            cost=hoplite.directory.cost,
+            ordered=run.wish["ordered"],
+            ring=run.wish["spread"] == "contributors",
+            stall_timeout=hoplite.config.stall_timeout,
+            degree=self.degree,
+        )
+        for operand in run.operands:
+            ts = self.scheduler.tasks.get(operand)
+            if ts is None:
+                self._later(run, Gone(run.key, operand, "it was released, or never known"))
+            elif ts.state == "memory":
+                self._later(run, Ready(run.key, operand))
+            elif ts.state == "erred":
+                self._later(run, Gone(run.key, operand, "its task has failed"))
+        if run.root is not None:
+            self._later(run, Rooted(run.key, run.root))
+
+    def _operand(self, operand: Key, finish: str) -> None:
+        reasons = {"erred": "its task has failed", "forgotten": "it was lost or cancelled"}
+        for key in self.users[operand]:
+            if finish == "memory":
+                self._later(self.runs[key], Ready(key, operand))
+            elif finish in reasons:
+                self._later(self.runs[key], Gone(key, operand, reasons[finish]))
+
+    def _result(self, run: Run, start: str, finish: str) -> None:
+        ts = self.scheduler.tasks[run.key]
+        if finish == "processing" and ts.processing_on is not None:
+            self._root(run, ts.processing_on.address)
+        elif start == "processing" and finish in ("released", "waiting", "no-worker"):
+            self._root(run, None)
+        elif finish == "memory":
+            self._arrived(run, ts)
+        elif finish in ("erred", "forgotten"):
+            self._end(run)
+
+    def _root(self, run: Run, worker: str | None) -> None:
+        run.root = worker
+        if run.plan.over and not run.error:  # it was made, but then the root was lost
+            self._forget(run)
+            self._plan(run)
+        else:
+            self._later(run, Rooted(run.key, worker))
+        if worker is not None and run.error:
+            self._send(worker, "hoplite-fail", key=run.key, error=run.error)
+
+    def _arrived(self, run: Run, ts: TaskState) -> None:
+        """The result is there: others who have made it, or got it, may keep it."""
+        for worker in run.copies:
+            if (ws := self.scheduler.workers.get(worker)) is not None:
+                self.scheduler.add_replica(ts, ws)
+        if run.spreads:
+            spread = run.wish["spread"]
+            self.hoplite.wishes.add(
+                run.key, run.copies if spread == "contributors" else run.copies | set(spread)
+            )
+        for operand in self.contributors.get(run.key, ()):
+            # From now on, it is known of what Dask would have to make it again.
+            if (dts := self.scheduler.tasks.get(operand)) is not None:
+                ts.add_dependency(dts)
+        run.copies = set()
+        self._end(run)
+
+    def _end(self, run: Run) -> None:
+        """Leave nothing behind of a run."""
+        if self.runs.pop(run.key, None) is None:
+            return
+        for timer in run.timers:
+            timer.cancel()
+        if run.spreading is not None and not run.spreading.done():
+            run.spreading.cancel()
+        for operand in run.operands:
+            self.users[operand].discard(run.key)
+            if not self.users[operand]:
+                del self.users[operand]
+        self._forget(run)
+        for worker in run.copies:  # of something that is no more
+            self.hoplite.spawn(self._free(worker, run.key))
+        client = holder(run.key)
+        if client in self.scheduler.clients:
+            # Not now: Dask is in the middle of something.
+            self.hoplite.spawn(self._release(client))
+
+    async def _free(self, worker: str, key: Key) -> None:
+        self.hoplite.copies.free(worker, key)
+
+    async def _release(self, client: str) -> None:
+        if (state := self.scheduler.clients.get(client)) is not None:
+            keys = [ts.key for ts in state.wants_what]
+            self.scheduler.client_releases_keys(keys=keys, client=client)
+            self.scheduler.clients.pop(client, None)
+
+    def _forget(self, run: Run) -> None:
+        for worker in run.workers:
+            self._send(worker, "hoplite-forget", key=run.key)
+        run.workers = set()
+        if run.spreads and run.key in self.hoplite.directory.trees:
+            self.hoplite.perform(self.hoplite.handle(Released(run.key)))
+
+    def worker_left(self, worker: str) -> None:
+        """Count a worker out."""
+        for run in list(self.runs.values()):
+            run.copies.discard(worker)
+            self._now(run, WorkerLeft(worker))
+
+    def restart(self) -> None:
+        """Forget all."""
+        for run in list(self.runs.values()):
+            self._end(run)
+
+    def task_to_msg(self, ts: TaskState, message: dict[str, Any]) -> None:
+        """Change what a worker gets to do: not to fetch the operands, but to wait."""
+        annotations = dict(message["annotations"])
+        annotations.pop(ANNOTATION)
+        message["annotations"] = annotations
+        message["who_has"], message["nbytes"] = {}, {}
+        message["run_spec"] = ToPickle(Task(ts.key, result_of, ts.key))
+
+    # What workers tell
+
+    def tell(self, event: ReductionEvent) -> None:
+        """Take in what a worker reports."""
+        run = self.runs.get(event.key)  # type: ignore[union-attr]
+        if run is None:
+            return
+        if isinstance(event, Combined):
+            self._learn(run, event)
+        self._now(run, event)
+
+    def _learn(self, run: Run, event: Combined) -> None:
+        node = run.plan.nodes.get(event.node)
+        if node is not None and node.sources and not node.done:
+            nbytes = max((self._nbytes(key) for key in run.operands), default=0)
+            cost = self.hoplite.directory.cost
+            cost.learn(latency=cost.latency, nbytes=nbytes, seconds=event.seconds)
+
+    # Events and instructions
+
+    def _later(self, run: Run, event: ReductionEvent) -> None:
+        """Handle an event when Dask is through with what it does, together with others."""
+        if not run.events:
+            asyncio.get_running_loop().call_soon(self._drain, run)
+        run.events.append(event)
+
+    def _drain(self, run: Run) -> None:
+        events, run.events = run.events, []
+        # The root first: what is ready is placed with a view to it.
+        for event in sorted(events, key=lambda event: not isinstance(event, Rooted)):
+            self._now(run, event)
+
+    def _now(self, run: Run, event: ReductionEvent) -> None:
+        if self.runs.get(run.key) is run:
+            self._perform(run, run.plan.handle(event, monotonic()))
+
+    def _perform(self, run: Run, instructions: Iterable[ReductionInstruction]) -> None:
+        for told in instructions:
+            if isinstance(told, Combine):
+                self._combine(run, told)
+            elif isinstance(told, Forget):
+                self._send(told.worker, "hoplite-forget", key=told.key, node=told.node)
+            elif isinstance(told, Later):
+                loop = asyncio.get_running_loop()
+                due = Due(run.key)
+                run.timers.append(loop.call_later(told.seconds, self._now, run, due))
+            elif isinstance(told, Ask):
+                self.hoplite.spawn(self._ask(run, told.worker))
+            elif isinstance(told, Done):
+                self._done(run, told)
+            elif isinstance(told, Fail):
+                self._fail(run, told)
+
+    def _combine(self, run: Run, told: Combine) -> None:
+        serve = None
+        if told.count and run.spreads and not told.ring:
+            nbytes = max(map(self._nbytes, run.operands), default=0)
+            if run.key in self.hoplite.directory.trees:
+                self.hoplite.perform(self.hoplite.handle(Released(run.key)))
+            pushed = Pushed(run.key, told.worker, nbytes, "reduction")
+            [pull] = self.hoplite.handle(pushed)
+            assert isinstance(pull, Pull)
+            serve = pull.epoch
+        self._send(
+            told.worker,
+            "hoplite-combine",
+            combine=encode(told),
+            how=run.wish["op"],
+            serve=serve,
+            wait=run.spreads,
+        )
+        run.workers.add(told.worker)
+        if serve is not None:
+            self._spread(run, told.worker)
+
+    def _send(self, worker: str, op: str, **message: Any) -> None:
+        """Tell a worker, in the order of telling, and without waiting for one that is frozen."""
+        comm = self.scheduler.stream_comms.get(worker)
+        if comm is not None:
+            with suppress(CommClosedError):  # it has left, as Dask is about to learn
+                comm.send({"op": op, **message})
+
+    async def _ask(self, run: Run, worker: str) -> None:
+        with suppress(OSError):
+            await self.scheduler.rpc(worker).echo(data="hoplite")
+            self._now(run, Returned(run.key, worker))
+
+    def _done(self, run: Run, told: Done) -> None:
+        self.contributors[run.key] = told.contributors
+        if run.spreads and run.spreading is None:
+            assert run.root is not None
+            self._spread(run, run.root)
+
+    def _fail(self, run: Run, told: Fail) -> None:
+        error: Any = told.error
+        if not error:
+            failed = [self.scheduler.tasks.get(key) for key in told.operands]
+            erred = [ts for ts in failed if ts is not None and ts.state == "erred"]
+            if erred and erred[0].exception is not None:
+                error = erred[0].exception  # as Dask has it: only who gets it looks into it
+            else:
+                error = dumps(ReductionError(run.key, told.reason))
+        self._give_up(run, error)
+
+    def _give_up(self, run: Run, error: Any) -> None:
+        run.error = error
+        run.plan.over = True
+        if run.spreading is not None:
+            run.spreading.cancel()
+        if run.root is not None:
+            self._send(run.root, "hoplite-fail", key=run.key, error=error)
+
+    def _overdue(self, run: Run) -> None:
+        if not run.plan.over:
+            seconds = run.wish["timeout"]
+            late = [key for key in run.operands if key not in run.plan.ready]
+            why = f"{len(late)} of {len(run.operands)} operands are not ready: {late}"
+            text = f"{run.key!r} was not there within {seconds} s" + (f"; {why}" if late else "")
+            self._give_up(run, dumps(TimeoutError(text)))
+
+    # Results that several workers are to have
+
+    def _spread(self, run: Run, root: str) -> None:
+        if run.spreading is not None:
+            run.spreading.cancel()
+        run.spreading = asyncio.create_task(self._bring(run, root))
+        self.hoplite.tasks.add(run.spreading)
+        run.spreading.add_done_callback(self.hoplite.tasks.discard)
+
+    async def _bring(self, run: Run, root: str) -> None:
+        """Let all who are to have the result get it, and then let the root give it to Dask."""
+        spread = run.wish["spread"]
+        if spread == "contributors":
+            workers = {node.worker for node in run.plan.nodes.values() if node.operands}
+        else:
+            workers = {worker for worker in spread if worker in self.scheduler.workers}
+        workers.discard(root)
+        nbytes = max(map(self._nbytes, run.operands), default=0)
+
+        async def bring(worker: str) -> None:
+            if not await self.hoplite.copies.acquire(worker, {run.key: nbytes}):
+                run.copies.add(worker)
+
+        await asyncio.gather(*map(bring, workers))
+        self._send(root, "hoplite-release", key=run.key)
+
+    # What clients ask
+
+    async def hold(
+        self, key: Key, operands: Collection[Key], workers: Collection[str] = ()
+    ) -> dict[str, Any]:
+        """Keep operands for a reduction that is about to be asked for.
+
+        Returns
+        -------
+        dict
+            ``missing``: keys that are unknown; ``addresses`` of the workers.
+
+        Raises
+        ------
+        ValueError
+            If there is no such worker.
+        """
+        addresses = []
+        for worker in workers:
+            address = self.scheduler.coerce_address(worker)
+            if address not in self.scheduler.workers:
+                raise ValueError(f"no such worker: {worker!r}")
+            addresses.append(address)
+        missing = [operand for operand in operands if operand not in self.scheduler.tasks]
+        if operands and not missing:
+            self.scheduler.client_desires_keys(keys=list(operands), client=holder(key))
+        return {"missing": missing, "addresses": addresses}
+
+    async def contributors_of(self, key: Key) -> tuple[Key, ...] | None:
+        """The operands that went into a result."""
+        return self.contributors.get(key)
+
+    def _nbytes(self, key: Key) -> int:
+        ts = self.scheduler.tasks.get(key)
+        return max(ts.nbytes, 0) if ts is not None else 0
+
+
+def holder(key: Key) -> str:
+    """As which client operands are held for a reduction."""
+    return f"hoplite-reduction-{key}"
