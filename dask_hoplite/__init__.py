@@ -7,7 +7,14 @@ from distributed import Scheduler
 __version__ = "0.1.0"
 
 from dask_hoplite.api import broadcast, gather, scatter, status, transfers
-from dask_hoplite.collectives import allreduce, contributors, reduce
+from dask_hoplite.collectives.api import (
+    allgather,
+    allreduce,
+    contributors,
+    reduce,
+    reduce_scatter,
+)
+from dask_hoplite.collectives.operands import OperandError
 from dask_hoplite.exceptions import (
     HopliteError,
     NotInstalledError,
@@ -16,7 +23,6 @@ from dask_hoplite.exceptions import (
     ReductionError,
     TransferError,
 )
-from dask_hoplite.operands import OperandError
 from dask_hoplite.scheduler import Hoplite
 
 __all__ = [
@@ -28,11 +34,13 @@ __all__ = [
     "OperandError",
     "ReductionError",
     "TransferError",
+    "allgather",
     "allreduce",
     "broadcast",
     "contributors",
     "gather",
     "reduce",
+    "reduce_scatter",
     "scatter",
     "status",
     "transfers",

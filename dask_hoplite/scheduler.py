@@ -25,6 +25,7 @@ from distributed.scheduler import TaskState, WorkerState
 
 import dask_hoplite
 from dask_hoplite import lost_object
+from dask_hoplite.collectives.reductions import ANNOTATION, Reductions
 from dask_hoplite.config import Config
 from dask_hoplite.copies import Copies
 from dask_hoplite.core.directory import Directory
@@ -42,7 +43,6 @@ from dask_hoplite.core.wishes import Wishes
 from dask_hoplite.exceptions import ObjectLostError
 from dask_hoplite.messages import decode, encode
 from dask_hoplite.puts import Puts
-from dask_hoplite.reductions import ANNOTATION, Reductions
 from dask_hoplite.targets import fits
 from dask_hoplite.transfer.relay import relay
 from dask_hoplite.transfer.serve import NoReply
@@ -349,6 +349,13 @@ class Hoplite(SchedulerPlugin):
             )
         except OSError:
             logger.debug("Hoplite: %s left before it was told", instruction.receiver)
+
+    def send(self, worker: str, op: str, **message: Any) -> None:
+        """Tell a worker, in the order of telling, and without waiting for one that is frozen."""
+        comm = self.scheduler.stream_comms.get(worker)
+        if comm is not None:
+            with suppress(CommClosedError):  # it has left, as Dask is about to learn
+                comm.send({"op": op, **message})
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         """Run something beside, for as long as the plugin is installed."""

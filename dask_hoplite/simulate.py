@@ -678,8 +678,11 @@ def main(args: Sequence[str] | None = None) -> int:
     def rate(text: str) -> float:
         return parse_bytes(text[:-3] + "B") / 8 if text.endswith("bit") else parse_bytes(text)
 
+    from dask_hoplite import simulate_reduction as reductions  # which builds on this module
+
     description = "How near the trees of the real core come to the limit."
     parser = argparse.ArgumentParser("python -m dask_hoplite.simulate", description=description)
+    parser.add_argument("--op", choices=["broadcast", "reduce", "allreduce"], default="broadcast")
     parser.add_argument("--workers", type=int, nargs="+", default=[16, 128, 1024, 4096])
     parser.add_argument("--nbytes", type=parse_bytes, default="1GiB")
     parser.add_argument("--bandwidth", type=rate, default="10Gbit", help="of a host, per second")
@@ -690,13 +693,20 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--faults", action="store_true", help="let workers fail in these")
     given = parser.parse_args(args)
     if given.seeds is not None:
-        return explore(given.seeds, given.faults)
+        if given.op == "broadcast":
+            return explore(given.seeds, given.faults)
+        return reductions.explore(range(given.seeds), given.faults)
     print("workers  completion  lower bound  ratio  depth  CPU seconds")
     network = given.nbytes, given.bandwidth, given.latency
     violations = []
     for workers in given.workers:
         begin = time.process_time()
-        result = simulate(workers, *network, per_host=given.per_host, granule=given.granule)
+        result: Result | reductions.Result
+        beside: dict[str, Any] = {"per_host": given.per_host, "granule": given.granule}
+        if given.op == "broadcast":
+            result = simulate(workers, *network, **beside)
+        else:
+            result = reductions.simulate_reduction(workers, *network, op=given.op, **beside)
         seconds = time.process_time() - begin
         violations += result.violations
         print(

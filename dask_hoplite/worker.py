@@ -22,12 +22,13 @@ from distributed.worker_state_machine import (
 )
 
 from dask_hoplite.arrivals import Arrivals
+from dask_hoplite.collectives.gatherer import Gatherer
+from dask_hoplite.collectives.reducer import Reducer
 from dask_hoplite.core.events import Declined, Event, Key, ReductionEvent
 from dask_hoplite.core.instructions import Instruction, Pull
 from dask_hoplite.exceptions import CancelledPullError, HopliteError, ObjectTooLargeError
 from dask_hoplite.failed_dependency import FailedDependencyEvent
 from dask_hoplite.messages import decode, encode
-from dask_hoplite.reducer import Reducer
 from dask_hoplite.transfer.pull import Incoming, Puller
 from dask_hoplite.transfer.serve import NoReply, serve
 from dask_hoplite.transfer.shelf import Shelf
@@ -86,6 +87,7 @@ class HopliteWorker(WorkerPlugin):
         )
         self.arrivals = Arrivals(worker, self.puller, self.report, self.push_timeout, bytes_limit)
         self.reducer = Reducer(worker, self.puller, self.report, self.stall_timeout)
+        self.gatherer = Gatherer(worker, self.puller, self.reducer, self.stall_timeout)
         self.landing: dict[Key, asyncio.Future[None]] = {}
         self.plain_gather_dep = worker.gather_dep
         self.handlers: dict[str, Callable[..., Any]] = {
@@ -94,6 +96,8 @@ class HopliteWorker(WorkerPlugin):
             "hoplite_expect": self.arrivals.expect,
             "hoplite_acquire": self.acquire,
             "hoplite_cancel": self.cancel,
+            "hoplite_describe": self.gatherer.describe,
+            "hoplite_gather": self.gatherer.gather,
         }
         worker.handlers.update(self.handlers)
         self.plain_compute_task = worker.stream_handlers["compute-task"]

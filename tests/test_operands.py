@@ -18,8 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from dask_hoplite.exceptions import HopliteError
-from dask_hoplite.operands import (
+from dask_hoplite.collectives.operands import (
     Leaf,
     Op,
     OperandError,
@@ -34,6 +33,7 @@ from dask_hoplite.operands import (
     streamable,
     unflatten,
 )
+from dask_hoplite.exceptions import HopliteError
 
 Point = namedtuple("Point", "x y")
 Nothing = namedtuple("Nothing", "")
@@ -707,7 +707,7 @@ def test_structures_are_reduced_leaf_by_leaf():
 def test_torch_is_not_loaded_for_arrays():
     script = """
 import sys, numpy as np
-from dask_hoplite.operands import flatten, unflatten
+from dask_hoplite.collectives.operands import flatten, unflatten
 unflatten(*flatten({"a": np.ones(3), "b": 2}))
 assert "torch" not in sys.modules
 """

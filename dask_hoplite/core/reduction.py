@@ -109,7 +109,8 @@ class Reduction:
     cost : CostModel
         What a hop costs.
     ordered : bool
-        Whether operands are combined in the order given, each with the sum of those before it.
+        Whether operands are combined in the order given, each with the sum of those before it. Then
+        all of them are.
     ring : bool
         Whether each worker is to have the result, or its part, so that a ring pays.
     stall_timeout : float
@@ -164,7 +165,6 @@ class Reduction:
         self.placed: set[Key] = set()  # in a node that counts
         self.loose: dict[Key, None] = {}  # ready and not placed
         self.frontier = 0  # the place behind the last one that is placed, in the order given
-        self.passed_over = False  # whether one before that is ready, though it was gone
         self.nodes: dict[int, Node] = {}
         self.ends: list[int] = []  # nodes from which nobody takes yet
         #: Workers that are to answer, since when, and who could not reach them
@@ -174,6 +174,8 @@ class Reduction:
         self.barred: dict[str, str] = {}  # workers that failed too often, and how
         self.common = b""
         self.due = False  # whether it is known when
+        self.busy: dict[str, float] = {}  # until when a sum is on each host's link, if all is well
+        self.wake = 0.0  # when the first of these is free for what waits
         self.over = False
         self.reason = ""
 
@@ -216,8 +218,6 @@ class Reduction:
         self.gone.pop(event.operand, None)  # it was computed again
         if event.operand not in self.placed:
             self.loose[event.operand] = None
-            if self.ordered and self.position[event.operand] < self.frontier:
-                self.passed_over = True
         return self._grow(now)
 
     @_handle.register
@@ -225,7 +225,7 @@ class Reduction:
         self.gone[event.operand] = event.reason
         self.ready.pop(event.operand, None)
         self.loose.pop(event.operand, None)
-        return self._grow(now)  # in the order given, those behind it need not wait for it
+        return self._grow(now)  # the others need not wait for a root now
 
     @_handle.register
     def _rooted(self, event: Rooted, now: float) -> Iterable[ReductionInstruction]:
@@ -349,6 +349,8 @@ class Reduction:
         self, source: Node, worker: str, reason: str, now: float
     ) -> Iterable[ReductionInstruction]:
         """Do without a worker until it answers."""
+        if source.worker == worker:
+            return self._failed(source, reason, now)  # it has just answered
         self._count(source.worker, reason)
         self.suspects[source.worker] = (now, worker)
         return [Ask(self.key, source.worker), *self._lose(source.worker, now)]
@@ -413,15 +415,20 @@ class Reduction:
         for number, node in self.nodes.items():  # sources come before those that take from them
             if not node.lost and (node.done or of_use.issuperset(node.sources)):
                 of_use.add(number)
-        taken = {source for number in of_use for source in self.nodes[number].sources}
-        self.ends = [number for number in of_use if number not in taken]
+        self.ends = []
         kept: set[int] = set()
-        ahead = list(self.ends)
-        while ahead:
-            number = ahead.pop()
-            if number not in kept:
-                kept.add(number)
-                ahead += self.nodes[number].sources
+        for number in reversed(self.nodes):
+            if number not in of_use or number in kept:
+                continue
+            # Nobody stands for it, not even one that has taken it from another one, lost since.
+            self.ends.append(number)
+            ahead = [number]
+            while ahead:
+                behind = ahead.pop()
+                if behind not in kept:
+                    kept.add(behind)
+                    ahead += self.nodes[behind].sources
+        self.ends.reverse()
         dropped = [node for number, node in self.nodes.items() if number not in kept]
         self.nodes = {number: node for number, node in self.nodes.items() if number in kept}
         self.placed = {key for node in self.nodes.values() for key in node.operands}
@@ -436,9 +443,6 @@ class Reduction:
     def _grow(self, now: float, *, patient: bool = True) -> Iterator[ReductionInstruction]:
         """Place what is ready and is not placed yet."""
         if self.ends and self.nodes[self.ends[-1]].final:
-            return
-        if self.passed_over:
-            yield from self._go_back(now)
             return
         missing = self.count - len(self.placed)
         if patient and self.due and len(self.loose) < missing:
@@ -462,27 +466,13 @@ class Reduction:
         else:
             yield from self._plant(fresh, complete, now)
 
-    def _go_back(self, now: float) -> Iterator[ReductionInstruction]:
-        """Drop what was combined without one that is ready now, and has its place before it."""
-        self.passed_over = False
-        first = min((self.position[key] for key in self.loose), default=self.frontier)
-        behind = False
-        for node in self.nodes.values():  # in the order given, too
-            behind = behind or any(self.position[key] > first for key in node.operands)
-            node.lost = node.lost or behind
-        yield from self._replan(now)
-
     def _fresh(self, missing: int) -> list[Key]:
         """Operands that may be placed now."""
         found: list[Key] = []
         if self.ordered:
             for index in range(self.frontier, len(self.operands)):
                 key = self.operands[index]
-                if len(found) == missing or (key not in self.gone and key not in self.loose):
-                    break
-                if key in self.gone:
-                    continue
-                if not self._able(key):
+                if key not in self.loose or not self._able(key):
                     break
                 found.append(key)
             return found
@@ -524,13 +514,17 @@ class Reduction:
     ) -> Iterator[ReductionInstruction]:
         """Add what is ready, on top of what is there."""
         where = self._where(fresh)
+        nbytes = max((self.nbytes(key) for key in fresh), default=0)
         if complete:
             assert self.root is not None
             where.setdefault(self.root, ())
-        elif self.root is not None and where.pop(self.root, ()) and not where:
-            return  # what the root has goes into the last node
+        else:
+            yield from self._hold_back(where, now)
+            if not where:
+                return
         units = self._units(where)
-        nbytes = max((self.nbytes(key) for key in fresh), default=0)
+        for unit in units:
+            self.busy[self.hosts[unit.first]] = now + nbytes / self.cost.bandwidth
         total = len(units) + len(self.ends)
         # A reduction is a broadcast the other way round.
         degree = self.degree or self.cost.fan_out(nbytes, max(total - 1, 1))
@@ -561,6 +555,25 @@ class Reduction:
                 self.ends.append(told[-1].node)
             else:
                 below[parent_place].append(told[-1].node)
+
+    def _hold_back(
+        self, where: dict[str, tuple[Key, ...]], now: float
+    ) -> Iterator[ReductionInstruction]:
+        """Leave out what can still be combined with more of its host, at no loss.
+
+        What the root has goes into the last node. A host whose link is busy with one sum gains
+        nothing from another one, and there may be more operands until it is free.
+        """
+        if self.root is not None:
+            where.pop(self.root, None)
+        until = {worker: self.busy.get(self.hosts[worker], 0.0) for worker in where}
+        held = [worker for worker in where if until[worker] > now]
+        for worker in held:
+            del where[worker]
+        soonest = min((until[worker] for worker in held), default=0.0)
+        if held and not now < self.wake <= soonest:
+            self.wake = soonest
+            yield Later(self.key, soonest - now)
 
     def _next(self, left: list[Unit], consumer: str) -> int:
         """The first of the units left that its consumer can take from, as far as is known."""

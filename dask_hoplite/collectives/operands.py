@@ -22,10 +22,12 @@ from __future__ import annotations
 
 import builtins
 import functools
+import math
 import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from numbers import Number
 from typing import Any
 
@@ -194,6 +196,11 @@ class Leaf:
     shape: tuple[int, ...]
     dtype: np.dtype
 
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
 
 @dataclass(frozen=True, slots=True)
 class Branch:
@@ -256,6 +263,16 @@ class Signature:
         """Where each leaf is, such as ``['layers'][0]``. Empty if there is nothing around it."""
         return tuple(path for path, _ in _walk(self.tree, ""))
 
+    def block(self, number: int, blocks: int) -> Signature:
+        """That of one of so many blocks, along the first axis of each leaf.
+
+        Raises
+        ------
+        OperandError
+            If a leaf has no axis.
+        """
+        return Signature(_block(self.tree, "", number, blocks))
+
     def differs(self, other: Signature) -> str | None:
         """What keeps the two from being reduced together, in words. None if nothing does.
 
@@ -263,6 +280,40 @@ class Signature:
         dimension.
         """
         return _differs(self.tree, other.tree, "")
+
+
+def bounds(size: int, blocks: int) -> list[tuple[int, int]]:
+    """Where blocks begin and end, as :func:`numpy.array_split` makes them."""
+    each, more = divmod(size, blocks)
+    starts = [number * each + min(number, more) for number in range(blocks + 1)]
+    return list(pairwise(starts))
+
+
+def block_of(value: Any, number: int, blocks: int) -> Any:
+    """One of so many blocks of a value, along the first axis of each leaf. Nothing is copied.
+
+    Raises
+    ------
+    OperandError
+        If it has a leaf without an axis, or that is no array.
+    """
+    signature, arrays = flatten(value)
+    cut = signature.block(number, blocks)
+    pieces = [array[slice(*bounds(len(array), blocks)[number])] for array in arrays]
+    return unflatten(cut, pieces)
+
+
+def _block(tree: Tree, path: str, number: int, blocks: int) -> Tree:
+    if isinstance(tree, Branch):
+        pairs = zip(tree.steps, tree.children, strict=True)
+        children = [_block(child, path + step, number, blocks) for step, child in pairs]
+        return Branch(tree.type, tree.keys, tuple(children))
+    if isinstance(tree, Leaf):
+        if not tree.shape:
+            raise OperandError(f"{_at(path)} has no axis along which it could be cut into blocks")
+        begin, end = bounds(tree.shape[0], blocks)[number]
+        return Leaf(tree.kind, (end - begin, *tree.shape[1:]), tree.dtype)
+    return None
 
 
 def _name(type: type) -> str:

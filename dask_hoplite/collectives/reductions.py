@@ -12,10 +12,12 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from dask._task_spec import Task
-from distributed.comm.core import CommClosedError
 from distributed.protocol.pickle import dumps
 from distributed.protocol.serialize import ToPickle
 
+from dask_hoplite.collectives.gatherings import Gatherings
+from dask_hoplite.collectives.reducer import result_of
+from dask_hoplite.collectives.spread import Spread
 from dask_hoplite.core.events import (
     Combined,
     Due,
@@ -42,7 +44,6 @@ from dask_hoplite.core.instructions import (
 from dask_hoplite.core.reduction import Reduction
 from dask_hoplite.exceptions import ReductionError
 from dask_hoplite.messages import encode
-from dask_hoplite.reducer import result_of
 
 if TYPE_CHECKING:
     from distributed.scheduler import Scheduler, TaskState
@@ -51,6 +52,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+#: Blocks of one reduce-scatter that are asked for in so many seconds go round together.
+TOGETHER = 1.0
+
 #: The annotation of a task that is a reduction
 ANNOTATION = "hoplite-reduction"
 
@@ -58,7 +62,7 @@ ANNOTATION = "hoplite-reduction"
 class Run:
     """One attempt to make the result of a reduction, from when Dask wants it until it is there."""
 
-    def __init__(self, key: Key, wish: dict[str, Any]):
+    def __init__(self, hoplite: Hoplite, key: Key, wish: dict[str, Any]):
         self.key = key
         #: What the client has asked for; see :func:`dask_hoplite.collectives.submit`
         self.wish = wish
@@ -68,14 +72,30 @@ class Run:
         self.root: str | None = None
         self.error: Any = None
         self.workers: set[str] = set()  # that have been told something
-        self.copies: set[str] = set()  # that have the result, apart from the root
         self.timers: list[asyncio.TimerHandle] = []
-        self.spreading: asyncio.Task[None] | None = None
+        self.spread = Spread(hoplite, key)
+        self.group: Group | None = None
+        self.parked = False  # while its group decides, or does its work
 
     @property
     def spreads(self) -> bool:
         """Whether others than the root are to have the result, too."""
         return self.wish["spread"] is not None
+
+
+class Group:
+    """Reductions of one block each of the same operands (a reduce-scatter).
+
+    If all can begin together, they go round as one ring. If not, or if that breaks, each is a
+    reduction of its own.
+    """
+
+    def __init__(self, key: Key, size: int):
+        self.key = key
+        self.size = size
+        self.members: dict[int, Run] = {}  # by the number of the block
+        self.ring: Run | None = None
+        self.over = False
 
 
 class Reductions:
@@ -91,6 +111,8 @@ class Reductions:
         self.scheduler = scheduler
         self.runs: dict[Key, Run] = {}
         self.users: defaultdict[Key, set[Key]] = defaultdict(set)  # reductions by operand
+        self.groups: dict[Key, Group] = {}
+        self.gatherings = Gatherings(hoplite, scheduler)
         self.contributors: dict[Key, tuple[Key, ...]] = {}
         self.number = itertools.count(1).__next__
         #: From how many others each worker takes; None: as the cost model recommends
@@ -104,6 +126,8 @@ class Reductions:
             self._operand(key, finish)
         if key in self.runs:
             self._result(self.runs[key], start, finish)
+        elif key in self.gatherings.gatherings:
+            self.gatherings.transition(key, start, finish)
         elif start == "released" and finish == "waiting":
             ts = self.scheduler.tasks[key]
             if ts.annotations and ANNOTATION in ts.annotations:
@@ -114,16 +138,80 @@ class Reductions:
     def _begin(self, ts: TaskState) -> None:
         assert ts.annotations is not None
         wish = ts.annotations[ANNOTATION]
+        if wish["op"] is None:
+            self.gatherings.begin(ts, wish)
+            return
         known = self.contributors.get(ts.key)
         if known is not None:  # the result was there, and is lost: once more of the same
             wish = {**wish, "operands": known, "count": len(known)}
-        run = self.runs[ts.key] = Run(ts.key, wish)
+        run = self.runs[ts.key] = Run(self.hoplite, ts.key, wish)
         for operand in run.operands:
             self.users[operand].add(ts.key)
         if wish["timeout"] is not None and known is None:
             loop = asyncio.get_running_loop()
             run.timers.append(loop.call_later(wish["timeout"], self._overdue, run))
+        if wish["block"] is not None and known is None:
+            self._join(run, *wish["block"])
         self._plan(run)
+
+    def _join(self, run: Run, block: int, blocks: int, key: Key) -> None:
+        """Count a block in."""
+        group = self.groups.get(key)
+        if group is None:
+            group = self.groups[key] = Group(key, blocks)
+            loop = asyncio.get_running_loop()
+            run.timers.append(loop.call_later(TOGETHER, self._too_late, group))
+        group.members[block] = run
+        run.group = group
+        run.parked = not group.over
+
+    def _too_late(self, group: Group) -> None:
+        if group.ring is None:
+            self._dissolve(group)
+
+    def _assemble(self, group: Group) -> None:
+        """Let the blocks of a group go round together, as soon as all can begin."""
+        roots = {block: run.root for block, run in group.members.items()}
+        if (
+            group.over
+            or group.ring is not None
+            or len(roots) < group.size
+            or None in roots.values()
+        ):
+            return
+        first = group.members[0]
+        ring = Run(self.hoplite, group.key, {**first.wish, "block": None, "spread": "contributors"})
+        ring.group, ring.root = group, first.root
+        group.ring = self.runs[group.key] = ring
+        self._plan(ring)
+        told: list[ReductionInstruction] = []
+        for event in sorted(ring.events, key=lambda event: not isinstance(event, Rooted)):
+            told += ring.plan.handle(event, monotonic())
+        ring.events = []
+        combines = [one for one in told if isinstance(one, Combine) and one.ring]
+        blocks = {root: block for block, root in roots.items()}
+        if {one.worker for one in combines} != blocks.keys() or len(blocks) < group.size:
+            self._dissolve(group)  # others have the operands than are to have the blocks
+            return
+        order = [blocks[one.worker] for one in sorted(combines, key=lambda one: one.index)]
+        for one in combines:
+            result = group.members[blocks[one.worker]].key
+            self._combine(ring, one, order=order, result=result)
+
+    def _dissolve(self, group: Group) -> None:
+        """Let each block be a reduction of its own."""
+        if group.over:
+            return
+        group.over = True
+        self.groups.pop(group.key, None)
+        ring = group.ring
+        if ring is not None and self.runs.pop(group.key, None) is not None:
+            self._forget(ring)
+        for run in group.members.values():
+            run.parked = False
+            events, run.events = run.events, []
+            for event in sorted(events, key=lambda event: not isinstance(event, Rooted)):
+                self._now(run, event)
 
     def _plan(self, run: Run) -> None:
         """Begin with a plan."""
@@ -174,53 +262,46 @@ class Reductions:
 
     def _root(self, run: Run, worker: str | None) -> None:
         run.root = worker
+        if run.group is not None and run.group.ring is not None:
+            self._dissolve(run.group)  # what it was, it is no more
         if run.plan.over and not run.error:  # it was made, but then the root was lost
             self._forget(run)
             self._plan(run)
         else:
             self._later(run, Rooted(run.key, worker))
         if worker is not None and run.error:
-            self._send(worker, "hoplite-fail", key=run.key, error=run.error)
+            self.hoplite.send(worker, "hoplite-fail", key=run.key, error=run.error)
 
     def _arrived(self, run: Run, ts: TaskState) -> None:
         """The result is there: others who have made it, or got it, may keep it."""
-        for worker in run.copies:
-            if (ws := self.scheduler.workers.get(worker)) is not None:
-                self.scheduler.add_replica(ts, ws)
         if run.spreads:
-            spread = run.wish["spread"]
-            self.hoplite.wishes.add(
-                run.key, run.copies if spread == "contributors" else run.copies | set(spread)
-            )
+            named = run.wish["spread"]
+            run.spread.keep(ts, () if named == "contributors" else named)
         for operand in self.contributors.get(run.key, ()):
             # From now on, it is known of what Dask would have to make it again.
             if (dts := self.scheduler.tasks.get(operand)) is not None:
                 ts.add_dependency(dts)
-        run.copies = set()
         self._end(run)
 
     def _end(self, run: Run) -> None:
         """Leave nothing behind of a run."""
         if self.runs.pop(run.key, None) is None:
             return
+        if run.group is not None and run.parked:  # a block is not wanted any more
+            run.parked = False
+            self._dissolve(run.group)
         for timer in run.timers:
             timer.cancel()
-        if run.spreading is not None and not run.spreading.done():
-            run.spreading.cancel()
+        run.spread.drop()
         for operand in run.operands:
             self.users[operand].discard(run.key)
             if not self.users[operand]:
                 del self.users[operand]
         self._forget(run)
-        for worker in run.copies:  # of something that is no more
-            self.hoplite.spawn(self._free(worker, run.key))
         client = holder(run.key)
         if client in self.scheduler.clients:
             # Not now: Dask is in the middle of something.
             self.hoplite.spawn(self._release(client))
-
-    async def _free(self, worker: str, key: Key) -> None:
-        self.hoplite.copies.free(worker, key)
 
     async def _release(self, client: str) -> None:
         if (state := self.scheduler.clients.get(client)) is not None:
@@ -229,8 +310,8 @@ class Reductions:
             self.scheduler.clients.pop(client, None)
 
     def _forget(self, run: Run) -> None:
-        for worker in run.workers:
-            self._send(worker, "hoplite-forget", key=run.key)
+        for worker in run.workers | ({run.root} if run.root is not None else set()):
+            self.hoplite.send(worker, "hoplite-forget", key=run.key)
         run.workers = set()
         if run.spreads and run.key in self.hoplite.directory.trees:
             self.hoplite.perform(self.hoplite.handle(Released(run.key)))
@@ -238,11 +319,12 @@ class Reductions:
     def worker_left(self, worker: str) -> None:
         """Count a worker out."""
         for run in list(self.runs.values()):
-            run.copies.discard(worker)
+            run.spread.copies.discard(worker)
             self._now(run, WorkerLeft(worker))
 
     def restart(self) -> None:
         """Forget all."""
+        self.gatherings.restart()
         for run in list(self.runs.values()):
             self._end(run)
 
@@ -281,21 +363,34 @@ class Reductions:
         run.events.append(event)
 
     def _drain(self, run: Run) -> None:
+        if run.parked:
+            assert run.group is not None
+            self._assemble(run.group)
+            return
         events, run.events = run.events, []
         # The root first: what is ready is placed with a view to it.
         for event in sorted(events, key=lambda event: not isinstance(event, Rooted)):
             self._now(run, event)
 
     def _now(self, run: Run, event: ReductionEvent) -> None:
-        if self.runs.get(run.key) is run:
+        if run.parked:
+            run.events.append(event)
+        elif self.runs.get(run.key) is run:
             self._perform(run, run.plan.handle(event, monotonic()))
 
     def _perform(self, run: Run, instructions: Iterable[ReductionInstruction]) -> None:
         for told in instructions:
+            if run.group is not None and run.group.ring is run and not isinstance(told, Done):
+                if isinstance(told, Fail) and told.error:
+                    for member in run.group.members.values():
+                        self._give_up(member, told.error)
+                elif not isinstance(told, Ask):
+                    self._dissolve(run.group)  # it is broken
+                    return
             if isinstance(told, Combine):
                 self._combine(run, told)
             elif isinstance(told, Forget):
-                self._send(told.worker, "hoplite-forget", key=told.key, node=told.node)
+                self.hoplite.send(told.worker, "hoplite-forget", key=told.key, node=told.node)
             elif isinstance(told, Later):
                 loop = asyncio.get_running_loop()
                 due = Due(run.key)
@@ -307,7 +402,9 @@ class Reductions:
             elif isinstance(told, Fail):
                 self._fail(run, told)
 
-    def _combine(self, run: Run, told: Combine) -> None:
+    def _combine(
+        self, run: Run, told: Combine, order: list[int] | None = None, result: Key | None = None
+    ) -> None:
         serve = None
         if told.count and run.spreads and not told.ring:
             nbytes = max(map(self._nbytes, run.operands), default=0)
@@ -317,24 +414,22 @@ class Reductions:
             [pull] = self.hoplite.handle(pushed)
             assert isinstance(pull, Pull)
             serve = pull.epoch
-        self._send(
+        self.hoplite.send(
             told.worker,
             "hoplite-combine",
             combine=encode(told),
-            how=run.wish["op"],
-            serve=serve,
-            wait=run.spreads,
+            terms={
+                "how": run.wish["op"],
+                "result": run.key if result is None else result,
+                "serve": serve,
+                "wait": run.spreads,
+                "block": run.wish["block"],
+                "order": order,
+            },
         )
         run.workers.add(told.worker)
         if serve is not None:
             self._spread(run, told.worker)
-
-    def _send(self, worker: str, op: str, **message: Any) -> None:
-        """Tell a worker, in the order of telling, and without waiting for one that is frozen."""
-        comm = self.scheduler.stream_comms.get(worker)
-        if comm is not None:
-            with suppress(CommClosedError):  # it has left, as Dask is about to learn
-                comm.send({"op": op, **message})
 
     async def _ask(self, run: Run, worker: str) -> None:
         with suppress(OSError):
@@ -343,7 +438,18 @@ class Reductions:
 
     def _done(self, run: Run, told: Done) -> None:
         self.contributors[run.key] = told.contributors
-        if run.spreads and run.spreading is None:
+        if (group := run.group) is not None and group.ring is run:
+            del self.contributors[run.key], self.runs[run.key], self.groups[run.key]
+            group.over = True
+            self._forget(run)
+            for member in group.members.values():
+                member.parked = False
+                member.plan.over = True
+                if self.runs.get(member.key) is member and member.root is not None:
+                    self.contributors[member.key] = told.contributors
+                    self.hoplite.send(member.root, "hoplite-release", key=member.key)
+            return
+        if run.spreads and run.spread.task is None:
             assert run.root is not None
             self._spread(run, run.root)
 
@@ -361,10 +467,9 @@ class Reductions:
     def _give_up(self, run: Run, error: Any) -> None:
         run.error = error
         run.plan.over = True
-        if run.spreading is not None:
-            run.spreading.cancel()
+        run.spread.stop()
         if run.root is not None:
-            self._send(run.root, "hoplite-fail", key=run.key, error=error)
+            self.hoplite.send(run.root, "hoplite-fail", key=run.key, error=error)
 
     def _overdue(self, run: Run) -> None:
         if not run.plan.over:
@@ -377,28 +482,22 @@ class Reductions:
     # Results that several workers are to have
 
     def _spread(self, run: Run, root: str) -> None:
-        if run.spreading is not None:
-            run.spreading.cancel()
-        run.spreading = asyncio.create_task(self._bring(run, root))
-        self.hoplite.tasks.add(run.spreading)
-        run.spreading.add_done_callback(self.hoplite.tasks.discard)
-
-    async def _bring(self, run: Run, root: str) -> None:
         """Let all who are to have the result get it, and then let the root give it to Dask."""
-        spread = run.wish["spread"]
-        if spread == "contributors":
+        named = run.wish["spread"]
+        if named == "contributors":
             workers = {node.worker for node in run.plan.nodes.values() if node.operands}
         else:
-            workers = {worker for worker in spread if worker in self.scheduler.workers}
-        workers.discard(root)
+            workers = {worker for worker in named if worker in self.scheduler.workers}
         nbytes = max(map(self._nbytes, run.operands), default=0)
 
-        async def bring(worker: str) -> None:
-            if not await self.hoplite.copies.acquire(worker, {run.key: nbytes}):
-                run.copies.add(worker)
+        async def bring(worker: str) -> bool:
+            return not await self.hoplite.copies.acquire(worker, {run.key: nbytes})
 
-        await asyncio.gather(*map(bring, workers))
-        self._send(root, "hoplite-release", key=run.key)
+        run.spread.begin(
+            workers - {root},
+            bring,
+            lambda: self.hoplite.send(root, "hoplite-release", key=run.key),
+        )
 
     # What clients ask
 

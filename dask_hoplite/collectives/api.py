@@ -12,9 +12,9 @@ from distributed import Client, Future, get_client
 from distributed.protocol.pickle import dumps, loads
 
 from dask_hoplite.client import check, extension
+from dask_hoplite.collectives.operands import Op, block_of, combine_here
+from dask_hoplite.collectives.reductions import ANNOTATION
 from dask_hoplite.exceptions import NotInstalledError, TransferError
-from dask_hoplite.operands import Op, combine_here
-from dask_hoplite.reductions import ANNOTATION
 
 Operation = str | np.ufunc | Callable[[Any, Any], Any]
 
@@ -142,11 +142,109 @@ def allreduce(
     """
     client = client or get_client()
     wish = _wish(op, num_objects, timeout, ordered)
-    named = [workers] if isinstance(workers, str) else list(workers or ())
-    if workers is not None and not named:
-        raise ValueError("there are no workers to have the result")
+    named = _named(workers)
     wish["spread"] = "workers" if named else "contributors"
     return client.sync(_submit, client, "allreduce", futures, wish, named)
+
+
+def allgather(
+    futures: Iterable[Future],
+    workers: Collection[str] | str | None = None,
+    client: Client | None = None,
+) -> Any:
+    """Bring the values of all futures to every worker that holds one of them.
+
+    Parameters
+    ----------
+    futures : iterable of Future
+        What is gathered: any objects.
+    workers : collection of str, optional
+        Addresses or names of the workers that are to have all. Default: those that hold one.
+    client : Client, optional
+        Default: the current client; inside a task the worker's.
+
+    Returns
+    -------
+    Future
+        That of the list of the values, in the order given. It is finished when all have it. The
+        copies stay until it is released. With an asynchronous client, an awaitable of it.
+
+    Raises
+    ------
+    Exception
+        As :func:`reduce`.
+    """
+    client = client or get_client()
+    wish = _wish(None, None, None, False)
+    named = _named(workers)
+    wish["spread"] = "workers" if named else "contributors"
+    return client.sync(_submit, client, "allgather", futures, wish, named)
+
+
+def reduce_scatter(
+    futures: Iterable[Future],
+    op: Operation = "sum",
+    workers: Collection[str] | str | None = None,
+    client: Client | None = None,
+) -> Any:
+    """Combine the values of futures, and leave a block of the result on each worker.
+
+    Parameters
+    ----------
+    futures, op, client
+        As for :func:`reduce`; every array has at least one axis.
+    workers : collection of str, optional
+        Addresses or names of the workers that are to have a block each, in this order. Default:
+        those that hold the operands, in the order of these; it waits until they do.
+
+    Returns
+    -------
+    list of Future
+        The blocks of the result along the first axis, as :func:`numpy.array_split` would make them,
+        one for each worker. With an asynchronous client, an awaitable.
+
+    Raises
+    ------
+    Exception
+        As :func:`reduce`.
+
+    Notes
+    -----
+    Where each worker that holds operands is to have a block, these go round in a ring, and each
+    link carries ``(n-1)/n`` of the bytes. If the ring breaks, or others are to have the blocks,
+    each block is a reduction of its own.
+    """
+    client = client or get_client()
+    return client.sync(
+        _reduce_scatter, client, futures, _wish(op, None, None, False), _named(workers)
+    )
+
+
+async def _reduce_scatter(
+    client: Client, futures: Iterable[Future], wish: dict[str, Any], named: list[str]
+) -> list[Future]:
+    await extension(client)
+    futures = list(futures)
+    await _check_operands(client, futures, len(futures))
+    keys = [future.key for future in futures]
+    if not named:
+        for future in futures:
+            assert future._state is not None
+            await future._state.wait()
+        await _check_operands(client, futures, len(futures))
+        located = await client.scheduler.hoplite_locate(keys=keys)
+        named = list(dict.fromkeys(sorted(located[key][1])[0] for key in keys if key in located))
+    group = uuid.uuid4().hex
+    return [
+        await _submit(
+            client,
+            "reduce-scatter",
+            futures,
+            {**wish, "block": (number, len(named), group)},
+            [worker],
+        )
+        for number, worker in enumerate(named)
+    ]
 
 
 def contributors(future: Future, client: Client | None = None) -> Any:
@@ -188,8 +286,18 @@ async def _contributors(client: Client, future: Future) -> list[Future]:
     return [Future(key, client) for key in keys]
 
 
+def _named(workers: Collection[str] | str | None) -> list[str]:
+    """Workers that are to have a result; none if the user did not say."""
+    if workers is None:
+        return []
+    named = [workers] if isinstance(workers, str | int) else list(workers)
+    if not named:
+        raise ValueError("there are no workers to have the result")
+    return named
+
+
 def _wish(
-    op: Operation, num_objects: int | None, timeout: float | None, ordered: bool
+    op: Operation | None, num_objects: int | None, timeout: float | None, ordered: bool
 ) -> dict[str, Any]:
     """What a reduction's task tells the scheduler, apart from its operands."""
     if num_objects is not None:
@@ -200,10 +308,11 @@ def _wish(
         num_objects = int(num_objects)
     return {
         "count": num_objects,
-        "op": dumps(Op.of(op)),
+        "op": None if op is None else dumps(Op.of(op)),
         "timeout": timeout,
         "ordered": ordered,
         "spread": None,
+        "block": None,
     }
 
 
@@ -233,6 +342,7 @@ async def _submit(
         return client.submit(
             combine_plainly,
             wish["op"],
+            wish["block"],
             *([] if some else futures),
             key=key,
             pure=False,
@@ -260,8 +370,12 @@ async def _check_operands(client: Client, futures: list[Future], count: int) -> 
         await erred[0]  # raises what the task raised
 
 
-def combine_plainly(op: bytes, *operands: Any) -> Any:
+def combine_plainly(op: bytes | None, block: tuple[Any, ...] | None, *operands: Any) -> Any:
     """What the task of a reduction does if Hoplite was uninstalled before it ran."""
     if not operands:
         raise NotInstalledError("Hoplite was uninstalled before this reduction had a result")
+    if op is None:
+        return list(operands)
+    if block is not None:
+        operands = tuple(block_of(operand, *block[:2]) for operand in operands)
     return combine_here(loads(op), operands)

@@ -1,0 +1,1 @@
+"""Reductions and gatherings: operations on one value of each of many futures."""
