@@ -140,6 +140,9 @@ class Sum:
     def _tell(self, kind: Callable[..., ReductionEvent], *details: Any) -> None:
         self.reducer.report(kind(self.key, self.reducer.address, self.told.node, *details))
 
+    def _done(self) -> None:
+        self._tell(Combined, monotonic() - self.begun, self.out.nbytes if self.out else 0)
+
     async def _watch(self) -> None:
         """Say how far it is, so that those who wait for it know that it is alive."""
         while True:
@@ -181,7 +184,7 @@ class Sum:
             await self._make_whole(op, values)
         else:
             await self._make_stream(op, signature, own)
-            self._tell(Combined, monotonic() - self.begun)
+            self._done()
 
     def _flatten(
         self, values: list[Any], common: Signature | None
@@ -401,8 +404,9 @@ class Sum:
             layout, frames = await offload(dump, value)
             header = pickle.dumps((WHOLE, layout.header))
             layout = Layout(layout.identity, header, layout.lengths)
-            self.entry.buffer.set_result(Buffer(layout, frames))
-        self._tell(Combined, monotonic() - self.begun)
+            self.out = Buffer(layout, frames)
+            self.entry.buffer.set_result(self.out)
+        self._done()
 
     async def _take_whole(self, index: int) -> Any:
         header = b""
