@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -21,15 +22,16 @@ class Part:
     Parameters
     ----------
     into : numpy.ndarray
-        Where the sum goes, one-dimensional. If something comes from a first source, it comes here.
-    others : list of numpy.ndarray
-        What is combined with it, as long and of the same dtype. None: bytes are only passed on.
+        Where the sum goes, one-dimensional.
+    operands : list of numpy.ndarray
+        What is combined, as long and of the same dtype: first what comes from each source. The
+        first may come to where the sum goes.
     finish : bool
         Whether this is the last that happens to it.
     """
 
     into: np.ndarray
-    others: list[np.ndarray] = field(default_factory=list)
+    operands: list[np.ndarray] = field(default_factory=list)
     finish: bool = False
 
 
@@ -42,7 +44,7 @@ class Combination:
     Parameters
     ----------
     inputs : list of Buffer
-        What comes. The frames of the first are the ``into`` of the parts.
+        What comes, by source.
     parts : list of Part
         The frames.
     out : Buffer
@@ -70,13 +72,50 @@ class Combination:
         self.made = 0  #: bytes, in whole elements
         self.index = self.start = 0  # the part that it is in, and where that begins
         self.error: BaseException | None = None
+        self._following: list[tuple[Buffer, Callable[[], None]]] = []
         self._lock = threading.Lock()
 
     def follow(self) -> None:
         """Go on whenever bytes come, in the thread that brings them."""
         for buffer in self.inputs:
-            buffer.follow(self.advance)
+            self._follow(buffer, self.advance)
         self.advance()
+
+    def _follow(self, buffer: Buffer, call: Callable[[], None]) -> None:
+        buffer.follow(call)
+        self._following.append((buffer, call))
+
+    def unfollow(self) -> None:
+        """Stop to do so."""
+        for buffer, call in self._following:
+            buffer.unfollow(call)
+        self._following.clear()
+
+    def replace(
+        self,
+        index: int,
+        buffer: Buffer,
+        arrays: Sequence[np.ndarray],
+        run: Callable[[Callable[[], None]], None],
+    ) -> None:
+        """Take from other memory what comes from a source of which nothing has come yet.
+
+        Parameters
+        ----------
+        index : int
+            Which source.
+        buffer : Buffer
+            Where its bytes come instead.
+        arrays : sequence of numpy.ndarray
+            The memory of that, part by part.
+        run : callable
+            Gets something that takes its time, since bytes come there in an event loop's thread.
+        """
+        with self._lock:
+            self.inputs[index] = buffer
+            for part, array in zip(self.parts, (a for a in arrays if a.size), strict=True):
+                part.operands[index] = array
+        self._follow(buffer, partial(run, self.advance))
 
     @property
     def complete(self) -> bool:
@@ -116,13 +155,9 @@ class Combination:
         if end <= begin:
             return 0
         into = part.into[begin:end]
-        others = [other[begin:end] for other in part.others]
-        if not self.inputs:  # a first source is missing
-            first, *others = others
-            if not others:
-                into[:] = first
-        else:
-            first = into
+        first, *others = (operand[begin:end] for operand in part.operands)
+        if not others and part.operands[0] is not part.into:
+            into[:] = first
         for other in others:
             self.combine(first, other, into)
             first = into
@@ -148,7 +183,7 @@ class Mirror:
     def __init__(self, source: Buffer, buffer: Buffer):
         self.source = source
         self.buffer = buffer
-        bases = [(_address(frame), frame.nbytes) for frame in source.frames]
+        bases = [(address(frame), frame.nbytes) for frame in source.frames]
         self.ends: list[tuple[int, int]] = []  # offset behind each frame, and where the sum is then
         offset = 0
         for frame in buffer.frames:
@@ -157,23 +192,12 @@ class Mirror:
 
     def _end(self, frame: memoryview, bases: list[tuple[int, int]]) -> int:
         """Up to where the sum must be for a frame to be there."""
-        start, offset = _address(frame), 0
+        start, offset = address(frame), 0
         for base, nbytes in bases:
             if frame.nbytes and base <= start and start + frame.nbytes <= base + nbytes:
                 return offset + start - base + frame.nbytes
             offset += nbytes
         return 0
-
-    @property
-    def faithful(self) -> bool:
-        """Whether all of the sum's memory is in the other layout, and in the same order."""
-        covered = sum(
-            frame.nbytes
-            for frame, (_, end) in zip(self.buffer.frames, self.ends, strict=True)
-            if end
-        )
-        needed = [end for _, end in self.ends if end]
-        return covered == self.source.nbytes and needed == sorted(needed)
 
     def follow(self) -> None:
         """Go on whenever the sum does."""
@@ -194,7 +218,8 @@ class Mirror:
             buffer.advance(have - buffer.received)
 
 
-def _address(frame: memoryview) -> int:
+def address(frame: memoryview) -> int:
+    """Where memory is; 0 if it is none."""
     return (
         int(np.frombuffer(frame, dtype="u1").__array_interface__["data"][0]) if frame.nbytes else 0
     )

@@ -123,7 +123,8 @@ class Gatherer:
             going = own + frames[: len(frames) - last]
             ahead = sum(frame.nbytes for frame in own)
             out = Buffer(_layout(going), going, received=ahead)
-            parts = [Part(np.frombuffer(frame, "u1")) for frame in frames if frame.nbytes]
+            arrays = [np.frombuffer(frame, "u1") for frame in frames if frame.nbytes]
+            parts = [Part(array, [array]) for array in arrays]
             passing = Combination([coming], parts, out, _nothing, _nothing)
             passing.follow()
             entry = shelf.promise(name)

@@ -169,6 +169,12 @@ class Reducer:
             return None
         return result.value.result()
 
+    def submit(self, function: Callable[..., Any]) -> None:
+        """Run something that takes long, whenever there is time."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(2, thread_name_prefix="hoplite-combine")
+        self._pool.submit(function)
+
     async def offload(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run something that takes long, and is not Dask's to wait for."""
         if self._pool is None:

@@ -405,6 +405,7 @@ class Reductions:
     def _combine(
         self, run: Run, told: Combine, order: list[int] | None = None, result: Key | None = None
     ) -> None:
+        directory = self.hoplite.directory
         serve = None
         if told.count and run.spreads and not told.ring:
             nbytes = max(map(self._nbytes, run.operands), default=0)
@@ -423,6 +424,7 @@ class Reductions:
                 "result": run.key if result is None else result,
                 "serve": serve,
                 "wait": run.spreads,
+                "shares_host": directory.crowds[directory.hosts.get(told.worker, "")] > 1,
                 "block": run.wish["block"],
                 "order": order,
             },

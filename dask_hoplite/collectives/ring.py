@@ -59,9 +59,9 @@ class Ring(Sum):
         for step in range(2, members + 1):
             here, there = share(self.into, index - step), share(mine, index - step)
             for into, other in zip(here, there, strict=True):
-                parts.append(Part(into, [other], finish=op.mean and step == members))
+                parts.append(Part(into, [into, other], finish=op.mean and step == members))
         for step in range(1, members) if self.terms.order is None else ():
-            parts += [Part(into) for into in share(self.into, index - step)]
+            parts += [Part(into, [into]) for into in share(self.into, index - step)]
         first = [as_bytes(array) for array in share(mine, index - 1)]
         coming = [as_bytes(part.into) for part in parts]
         self.inputs = [Buffer(self.layout(signature, coming), coming, received=0)]

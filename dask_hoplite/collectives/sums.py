@@ -17,7 +17,7 @@ import numpy as np
 from distributed.protocol.pickle import dumps, loads
 from distributed.protocol.utils import host_array
 
-from dask_hoplite.collectives.combine import Combination, Mirror, Part
+from dask_hoplite.collectives.combine import Combination, Mirror, Part, address
 from dask_hoplite.collectives.operands import (
     Op,
     OperandError,
@@ -48,9 +48,10 @@ from dask_hoplite.core.events import (
 from dask_hoplite.core.instructions import Combine
 from dask_hoplite.exceptions import CorruptedError, SourceFailedError
 from dask_hoplite.transfer.buffer import Buffer
-from dask_hoplite.transfer.layout import Layout, dump
+from dask_hoplite.transfer.layout import Layout, dump, load
 from dask_hoplite.transfer.patience import stop
 from dask_hoplite.transfer.pull import take, unpack
+from dask_hoplite.transfer.shared import AttachedBuffer, SharedBuffer, make_room
 
 if TYPE_CHECKING:
     from dask_hoplite.collectives.reducer import Reducer
@@ -87,6 +88,8 @@ class Terms:
         The epoch under which the result is served while it grows, if it is.
     wait : bool
         Whether the result waits until others have it, too.
+    shares_host : bool
+        Whether there are other workers on this host, with which memory can be shared.
     block : tuple of (int, int), optional
         Take one of so many blocks of each operand, along its first axis.
     order : list of int, optional
@@ -97,6 +100,7 @@ class Terms:
     result: Key
     serve: int | None = None
     wait: bool = False
+    shares_host: bool = False
     block: tuple[int, int] | None = None
     order: list[int] | None = None
 
@@ -115,6 +119,8 @@ class Sum:
         self.combination: Combination | None = None
         self.signature: Signature | None = None
         self.into: list[np.ndarray] = []
+        self.mirrored: Buffer | None = None  # the result as Dask lays it out, if it grows
+        self.shared: SharedBuffer | None = None  # where the sum is, if others can map it
         self.begun = monotonic()
         self.done = False
         self.entry = reducer.shelf.promise(self.name)
@@ -234,10 +240,13 @@ class Sum:
         # A root without operands learns from the first who sends what there is.
         await self._take_all(partial(self._lay_out, op, own=[]))
         assert self.combination is not None and self.signature is not None
-        if not told.sources:
+        if not self.combination.complete:  # what came in an event loop's thread, or was here
             await self.reducer.offload(self.combination.advance)
         self._finish()
-        if told.count:
+        if told.count and self.mirrored is not None:
+            # What is written to this one, others must not see.
+            await self._hand_over(load(self.mirrored.layout, self.mirrored.own_frames()))
+        elif told.count:
             await self._hand_over(
                 unflatten(self.signature, prepare(self.into, results(self.signature, op)))
             )
@@ -248,33 +257,34 @@ class Sum:
         self.signature = signature
         dtypes = accumulators(signature, op)
         operands = [prepare(arrays, dtypes) for arrays in own]
-        sizes = [leaf.size for leaf in signature.leaves]
         as_it_is = len(operands) == 1 and not told.sources and not told.count
         if as_it_is:
             self.into = operands[0]
         else:
-            nbytes = sum(n * dtype.itemsize for n, dtype in zip(sizes, dtypes, strict=True))
-            self.reducer.puller.check(self.key, nbytes)
-            self.into = [room(n, dtype) for n, dtype in zip(sizes, dtypes, strict=True)]
+            self.into = self._room(signature, dtypes, op)
         frames = [as_bytes(array) for array in self.into]
         layout = self.layout(signature, frames)
         for index in range(len(told.sources)):
             self.inputs[index] = Buffer(layout, None if index else frames, received=0)
-        parts = [
-            Part(
-                array,
-                [operand[leaf] for operand in operands]
-                + [
-                    _typed(buffer.frames[leaf], array.dtype) for buffer in self.inputs[1:] if buffer
-                ],
-                finish=bool(told.count) and op.mean,
-            )
-            for leaf, array in enumerate(self.into)
-        ]
-        self.out = Buffer(layout, frames, received=None if as_it_is else 0)
+        parts = []
+        for leaf, array in enumerate(self.into):
+            sources = [
+                array if index == 0 else _typed(buffer.frames[leaf], array.dtype)
+                for index, buffer in enumerate(self.inputs)
+                if buffer is not None
+            ]
+            mine = [operand[leaf] for operand in operands]
+            parts.append(Part(array, sources + mine, finish=bool(told.count) and op.mean))
+        if self.shared is not None and not told.count:
+            self.out, self.shared.layout = self.shared, layout
+        else:
+            self.out = Buffer(layout, frames, received=None if as_it_is else 0)
         self._combine(op, [] if as_it_is else parts)
-        if self.serving is not None:
-            self._mirror(op, signature)
+        if self.mirrored is not None:
+            assert self.serving is not None
+            mirror = Mirror(self.out, self.mirrored)
+            mirror.follow()
+            self.serving.buffer.set_result(self.mirrored)
         self.entry.buffer.set_result(self.out)
 
     def _combine(self, op: Op, parts: list[Part]) -> None:
@@ -293,16 +303,63 @@ class Sum:
         lengths = tuple(frame.nbytes for frame in frames)
         return Layout(uuid.uuid4().hex, dumps((signature, whose)), lengths)
 
-    def _mirror(self, op: Op, signature: Signature) -> None:
-        """Serve the result itself while it grows, as Dask would lay it out."""
-        if results(signature, op) != accumulators(signature, op):
-            return
-        layout, frames = dump(unflatten(signature, self.into))
-        assert self.out is not None and self.serving is not None
-        mirror = Mirror(self.out, Buffer(layout, frames, received=0))
-        if mirror.faithful:
-            mirror.follow()
-            self.serving.buffer.set_result(mirror.buffer)
+    def _room(self, signature: Signature, dtypes: tuple[np.dtype, ...], op: Op) -> list[np.ndarray]:
+        """Memory for the sum: where others of this host can map it, if there are any."""
+        shares, told = self.terms.shares_host, self.told
+        sizes = [leaf.size for leaf in signature.leaves]
+        lengths = [n * dtype.itemsize for n, dtype in zip(sizes, dtypes, strict=True)]
+        self.reducer.puller.check(self.key, sum(lengths))
+        # Costs nothing as long as nobody touches it.
+        into = [room(n, dtype) for n, dtype in zip(sizes, dtypes, strict=True)]
+        if self.serving is not None and results(signature, op) == dtypes:
+            return self._mirror(unflatten(signature, into), into)
+        if shares and not told.count:
+            buffer = make_room(Layout(uuid.uuid4().hex, b"", tuple(lengths)), shares)
+            if isinstance(buffer, SharedBuffer):
+                self.shared = buffer
+                pairs = zip(buffer.frames, dtypes, strict=True)
+                return [_typed(frame, dtype) for frame, dtype in pairs]
+        return into
+
+    def _mirror(self, value: Any, into: list[np.ndarray]) -> list[np.ndarray]:
+        """Have the sum formed where it is served as the result, as Dask lays that out.
+
+        Parameters
+        ----------
+        value : object
+            The result, of which nothing is known yet.
+        into : list of numpy.ndarray
+            Its memory.
+
+        Returns
+        -------
+        list of numpy.ndarray
+            The memory to be used instead.
+        """
+        layout, frames = dump(value)
+        where = {address(frame): index for index, frame in enumerate(frames) if frame.nbytes}
+        places = [where.get(address(as_bytes(array)), -1) for array in into if array.size]
+        if -1 in places or places != sorted(places):
+            return into  # it is served when it is complete
+        buffer = make_room(layout, self.terms.shares_host)
+        for index in set(range(len(frames))).difference(places):
+            buffer.frames[index][:] = frames[index]
+        self.mirrored = buffer
+        if isinstance(buffer, SharedBuffer):
+            self.shared = buffer
+        found = iter(places)
+        return [
+            _typed(buffer.frames[next(found)], array.dtype) if array.size else array
+            for array in into
+        ]
+
+    def _attach(self, index: int, buffer: AttachedBuffer) -> None:
+        """What comes from a source appears in memory of that."""
+        assert self.combination is not None
+        self.inputs[index] = buffer
+        pairs = zip(buffer.frames, self.into, strict=True)
+        arrays = [_typed(frame, array.dtype) for frame, array in pairs]
+        self.combination.replace(index, buffer, arrays, self.reducer.submit)
 
     async def _take_all(self, lay_out: Callable[[Signature], None]) -> None:
         """Take from all sources, until all is there."""
@@ -327,6 +384,8 @@ class Sum:
             signature = self._theirs(layout)
             if self.out is None:
                 lay_out(signature)
+            if handle is not None:
+                self._attach(index, AttachedBuffer(layout, handle))
             begun = True
             buffer = self.inputs[index]
             assert buffer is not None
@@ -354,13 +413,16 @@ class Sum:
                     begin=begin,
                     hops=self.told.hops,
                     early=True,
-                    share=False,
+                    share=self.terms.shares_host,
                 )
                 return
             except OSError as error:
                 gone = isinstance(error, SourceFailedError) and not isinstance(
                     error, CorruptedError
                 )
+                gone = gone or isinstance(
+                    have(), AttachedBuffer
+                )  # of which we cannot have the rest
                 if old and not gone:
                     old = False
                     continue
@@ -371,9 +433,7 @@ class Sum:
         assert self.combination is not None
         if self.combination.error is not None:
             raise self.combination.error
-        for buffer in self.inputs:
-            if buffer is not None:
-                buffer.unfollow(self.combination.advance)
+        self.combination.unfollow()
 
     async def _hand_over(self, value: Any) -> None:
         reducer = self.reducer
@@ -417,7 +477,10 @@ class Sum:
             if kind != WHOLE:
                 raise Conflict(WHOLE)
             self.reducer.puller.check(self.key, layout.nbytes)
-            buffer = self.inputs[index] = Buffer(layout)
+            shared = handle is not None
+            buffer = self.inputs[index] = (
+                AttachedBuffer(layout, handle) if shared else Buffer(layout)
+            )
             return buffer
 
         await self._persist(index, begin, lambda: self.inputs[index])

@@ -621,6 +621,8 @@ class Reduction:
         where = self._where(fresh)
         if self.apart:
             return False  # its neighbours must reach each other
+        if len({self.hosts[worker] for worker in where}) == 1:
+            return False  # within a host, bytes need not be sent at all
         nbytes = max(self.nbytes(key) for key in fresh)
         return self.root in where and len(where) > 2 and self.cost.rings(nbytes, len(where))
 
