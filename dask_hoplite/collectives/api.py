@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Callable, Collection, Iterable
+from time import monotonic
 from typing import Any
 
 import dask
@@ -20,6 +22,9 @@ Operation = str | np.ufunc | Callable[[Any, Any], Any]
 
 #: Whoever waits for a reduction has waited for all of its operands already: it goes first.
 PRIORITY = 100
+
+#: Seconds in which the scheduler has heard of what a client has submitted
+GRAPHS = 3.0
 
 
 def reduce(
@@ -332,8 +337,14 @@ async def _submit(
     if some or named:
         held = wish["operands"] if some else []
         answer = await client.scheduler.hoplite_hold(key=key, operands=held, workers=named)
-        if answer["missing"]:
-            raise TransferError(answer["missing"][0], "it was released, and cannot be combined")
+        deadline = monotonic() + GRAPHS
+        while answer["missing"]:
+            # What was submitted just before goes another way to the scheduler, and may be slower.
+            await asyncio.sleep(0.01)
+            if monotonic() > deadline and not answer["busy"]:
+                raise TransferError(answer["missing"][0], "it was released, and cannot be combined")
+            await _check_operands(client, futures, wish["count"])
+            answer = await client.scheduler.hoplite_hold(key=key, operands=held, workers=named)
         if named:
             where = {"workers": answer["addresses"], "allow_other_workers": True}
         if wish["spread"] == "workers":

@@ -511,7 +511,8 @@ class Reductions:
         Returns
         -------
         dict
-            ``missing``: keys that are unknown; ``addresses`` of the workers.
+            ``missing``: keys that are unknown; ``busy``: whether there are graphs that are not yet
+            taken in; ``addresses`` of the workers.
 
         Raises
         ------
@@ -527,7 +528,8 @@ class Reductions:
         missing = [operand for operand in operands if operand not in self.scheduler.tasks]
         if operands and not missing:
             self.scheduler.client_desires_keys(keys=list(operands), client=holder(key))
-        return {"missing": missing, "addresses": addresses}
+        busy = bool(self.scheduler._active_graph_updates)
+        return {"missing": missing, "busy": busy, "addresses": addresses}
 
     async def contributors_of(self, key: Key) -> tuple[Key, ...] | None:
         """The operands that went into a result."""

@@ -121,6 +121,7 @@ class Sum:
         self.into: list[np.ndarray] = []
         self.mirrored: Buffer | None = None  # the result as Dask lays it out, if it grows
         self.shared: SharedBuffer | None = None  # where the sum is, if others can map it
+        self.places: list[int] = []  # the frame of it that each leaf is in
         self.begun = monotonic()
         self.done = False
         self.entry = reducer.shelf.promise(self.name)
@@ -274,7 +275,8 @@ class Sum:
                 if buffer is not None
             ]
             mine = [operand[leaf] for operand in operands]
-            parts.append(Part(array, sources + mine, finish=bool(told.count) and op.mean))
+            finish = bool(told.count) and op.mean
+            parts.append(Part(array, sources + mine, finish, self._writer(leaf)))
         if self.shared is not None and not told.count:
             self.out, self.shared.layout = self.shared, layout
         else:
@@ -316,7 +318,7 @@ class Sum:
         if shares and not told.count:
             buffer = make_room(Layout(uuid.uuid4().hex, b"", tuple(lengths)), shares)
             if isinstance(buffer, SharedBuffer):
-                self.shared = buffer
+                self.shared, self.places = buffer, list(range(len(dtypes)))
                 pairs = zip(buffer.frames, dtypes, strict=True)
                 return [_typed(frame, dtype) for frame, dtype in pairs]
         return into
@@ -348,10 +350,19 @@ class Sum:
         if isinstance(buffer, SharedBuffer):
             self.shared = buffer
         found = iter(places)
+        self.places = [next(found) if array.size else -1 for array in into]
         return [
-            _typed(buffer.frames[next(found)], array.dtype) if array.size else array
-            for array in into
+            _typed(buffer.frames[place], array.dtype) if array.size else array
+            for place, array in zip(self.places, into, strict=True)
         ]
+
+    def _writer(self, leaf: int) -> Callable[[int, memoryview], None] | None:
+        """What writes to a leaf of the sum, if others can map it."""
+        shared = self.shared
+        if shared is None or not self.into[leaf].size:
+            return None
+        start = shared.start_of(self.places[leaf])
+        return lambda offset, data: shared.write(start + offset, data)
 
     def _attach(self, index: int, buffer: AttachedBuffer) -> None:
         """What comes from a source appears in memory of that."""
