@@ -11,6 +11,7 @@ python -m benchmarks side             what Hoplite does to everything else
 python -m benchmarks churn            the same data scattered, used, dropped, without a pause
 python -m benchmarks memory           more at once than a worker has memory for
 python -m benchmarks chaos            whether faults by chance do any harm
+python -m benchmarks exactness        collectives while workers fail: each operand counted once
 python -m benchmarks dask-tests DIR   Dask's own tests, plain and with Hoplite
 python -m benchmarks plot FILE        draw the records of an earlier run again
 """
@@ -34,6 +35,7 @@ from benchmarks import churn, dask_tests, faults, memory, peers, report, tls
 from benchmarks.chaos.run import add_command as add_chaos
 from benchmarks.cluster import SYSTEMS, Cluster, Loopback, Place
 from benchmarks.collectives import COLLECTIVES, degrees
+from benchmarks.exactness import add_command as add_exactness
 from benchmarks.laboratory import Laboratory, LaboratoryError, why_not
 from benchmarks.measure import Comparison, Record
 from benchmarks.operations import OPS
@@ -156,6 +158,7 @@ def main() -> None:
     narrow.set_defaults(run=run_memory)
 
     add_chaos(commands)
+    add_exactness(commands)
 
     plot = commands.add_parser("plot", help="draw the records of an earlier run again")
     plot.add_argument("file", type=Path)

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,15 +54,16 @@ class Member:
 class Cluster:
     """A scheduler with Hoplite, and workers that come and go; all gone at the end of the block."""
 
-    def __init__(self, logs: Path):
+    def __init__(self, logs: Path, settings: Mapping[str, str] | None = None):
         self.logs = logs
+        self.config = {**SETTINGS, **(settings or {})}
         self.members: dict[str, Member] = {}
         self.others: list[subprocess.Popen] = []
         self.departures: list[tuple[float, str, str]] = []  #: when, who, how
 
     def __enter__(self) -> Cluster:
         self.logs.mkdir(parents=True, exist_ok=True)
-        dask.config.set(SETTINGS)
+        dask.config.set(self.config)
         settings = dask.config.serialize(dask.config.global_config)
         self.settings = {"DASK_INTERNAL_INHERIT_CONFIG": settings}
         with socket.create_server(("127.0.0.1", 0)) as probe:

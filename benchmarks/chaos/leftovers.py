@@ -30,13 +30,16 @@ TOLERANCE = {
     "mib resident": 300,
 }
 
+#: Threads that end when there is nothing to do. Others are made once, and kept.
+TRANSIENT = "hoplite-pump"
+
 
 def of_process() -> dict[str, list[str]]:
     """Tasks, threads, files and mappings of Hoplite in this process."""
     gc.collect()
     return {
         "asyncio tasks": [where(task) for task in _tasks() if _is_hoplites(task)],
-        "threads": [t.name for t in threading.enumerate() if t.name.startswith("hoplite-")],
+        "threads": [t.name for t in threading.enumerate() if t.name.startswith(TRANSIENT)],
         "memory files": _links("/memfd:hoplite"),
         "mappings": _mappings("/memfd:hoplite"),
         "buffers": [repr(item) for item in gc.get_objects() if isinstance(item, Buffer)],
@@ -58,6 +61,11 @@ def of_scheduler(dask_scheduler: Any) -> dict[str, list[str]]:
         "wishes": list(map(str, plugin.wishes._wishes)),
         "puts": list(map(str, plugin.puts.pending)),
         "planned": list(map(str, plugin.copies.planned)),
+        "reductions": list(map(str, plugin.reductions.runs)),
+        "operands": list(map(str, plugin.reductions.users)),
+        "groups": list(map(str, plugin.reductions.groups)),
+        "gatherings": list(map(str, plugin.reductions.gatherings.gatherings)),
+        "contributors": list(map(str, plugin.reductions.contributors)),
         "plugin's tasks": list(map(str, plugin.tasks)),
         **of_process(),
     }
@@ -74,6 +82,8 @@ def of_worker(dask_worker: Any) -> dict[str, list[str]]:
         "incoming": list(map(str, plugin.puller.incoming)),
         "expected": list(map(str, plugin.arrivals.expected)),
         "landing": list(map(str, plugin.landing)),
+        "sums": [str(sum.told) for sum in plugin.reducer.sums.values()],
+        "results": list(map(str, plugin.reducer.results)),
         "sending": ["x"] * dask_worker.transfer_outgoing_count,
         **of_process(),
     }

@@ -63,7 +63,7 @@ def main(args: argparse.Namespace) -> None:
     journal = Journal(args.out / f"{name}.jsonl")
     logs = args.out.absolute() / f"{name}.logs"
     with Cluster(logs) as cluster:
-        _log_to(logs / "client.log")
+        log_to(logs / "client.log")
         asyncio.run(Run(args, cluster, journal).run())
     for problem in problems(logs):
         journal.judge("logs", "unexplained", **problem)
@@ -290,7 +290,7 @@ def problems(logs: Path) -> list[dict[str, str]]:
     return found
 
 
-def _log_to(path: Path) -> None:
+def log_to(path: Path) -> None:
     """What Dask logs in this process goes to a file, too."""
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s - %(name)s - %(levelname)s - %(message)s"))
