@@ -93,7 +93,9 @@ class Reducer:
         sources = tuple((worker, node) for worker, node in told.sources)
         told = replace(told, operands=tuple(told.operands), sources=sources)
         kind = Ring if told.ring else Sum
-        self.sums[told.node] = kind(self, told, Terms(**terms))
+        sum = self.sums[told.node] = kind(self, told, Terms(**terms))
+        if told.count:
+            self._renew(sum.terms.result)
 
     def forget(self, key: Key, node: int | None = None) -> None:
         """Drop a sum, or all sums and the result of a reduction."""
@@ -104,8 +106,7 @@ class Reducer:
 
     def release(self, key: Key) -> None:
         """All who are to have a result have it."""
-        if (result := self.results.get(key)) is not None:
-            result.released.set()
+        self.result(key).released.set()  # perhaps before it is made, if nobody else is to have it
 
     def fail(self, key: Key, error: bytes | Exception) -> None:
         """There can be no result."""
@@ -126,12 +127,17 @@ class Reducer:
             self.results[key] = Result(future)
         return self.results[key]
 
+    def _renew(self, key: Key) -> None:
+        """What there is of a result came to nothing: who waits, waits for another one."""
+        earlier = self.results.get(key)
+        if earlier is not None and earlier.value.done():
+            del self.results[key]
+            self.result(key)
+            earlier.released.set()
+
     def deliver(self, key: Key, value: Any, *, wait: bool) -> None:
         """A result is made here. ``wait``: until it is released."""
-        earlier = self.results.get(key)
-        if earlier is not None and earlier.value.done():  # it came to nothing
-            del self.results[key]
-            earlier.released.set()
+        self._renew(key)
         result = self.result(key)
         result.value.set_result(value)
         if not wait:
@@ -152,15 +158,17 @@ class Reducer:
             # Neither a thread nor a slot: those whom this waits for may need them.
             event = SecedeEvent(key=key, compute_duration=0.0, stimulus_id=f"secede-{uuid.uuid4()}")
             self.worker.handle_stimulus(event)
-        while True:
-            await asyncio.shield(result.value)
-            await result.released.wait()
-            now = self.results.get(key)
-            if now is None or now is result:
-                break
-            result = now  # the first one came to nothing
-        self.results.pop(key, None)
-        return result.value.result()
+        try:
+            while True:
+                value = await asyncio.shield(result.value)
+                await result.released.wait()
+                now = self.results.get(key)
+                if now is None or now is result:
+                    return value
+                result = now  # the first one came to nothing
+        finally:
+            if self.results.get(key) is result:
+                del self.results[key]
 
     def have(self, key: Key) -> Any:
         """A result that was made here, for others than its task, or None."""
