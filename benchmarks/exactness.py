@@ -354,11 +354,12 @@ class Exactness:
                 if left:
                     self.journal.judge("left behind", "leak", run=number, **left)
                     self.journal.note("state", **await self.state())
-                    console.print(f"     left behind: {left}", soft_wrap=True)
+                    console.print(f"     left behind: {str(left)[:300]}", soft_wrap=True)
                 if verdict == "hang" or left:
                     for member in self.members:
                         if member is not None:
                             member.process.kill()
+                            member.process.wait()
 
     # Workers
 
@@ -386,8 +387,9 @@ class Exactness:
                     )
             there = [member.address for member in self.members if member is not None]
             if all(there) and set(known.values()) == set(there):
-                await self.client.run(hasten)
-                return
+                with suppress(OSError):  # somebody has just left
+                    await self.client.run(hasten)
+                    return
             if time.monotonic() > deadline:
                 raise TimeoutError(f"workers do not come: {known}, {self.members}")
             await asyncio.sleep(0.1)
@@ -426,6 +428,9 @@ class Exactness:
         except Exception as error:
             outcome.error = error
         finally:
+            if outcome.error is not None:  # its frames have futures
+                outcome.error = outcome.error.with_traceback(None)
+                outcome.error.__context__ = outcome.error.__cause__ = None
             outcome.seconds = time.monotonic() - start
             if plan.fault is None:
                 self.usual[plan.collective] = outcome.seconds
@@ -591,10 +596,13 @@ class Exactness:
         """Wait until nothing is left; return what is left nevertheless."""
         deadline = time.monotonic() + self.args.settle
         while True:
-            found = {
-                "scheduler": await self.client.run_on_scheduler(leftovers.of_scheduler),
-                **await self.client.run(leftovers.of_worker, on_error="return"),
-            }
+            try:
+                found = {
+                    "scheduler": await self.client.run_on_scheduler(leftovers.of_scheduler),
+                    **await self.client.run(leftovers.of_worker, on_error="return"),
+                }
+            except OSError:  # somebody has just left
+                continue
             left = {
                 process: {name: items for name, items in things.items() if items}
                 for process, things in found.items()
