@@ -25,7 +25,8 @@ from distributed.scheduler import TaskState, WorkerState
 
 import dask_hoplite
 from dask_hoplite import lost_object
-from dask_hoplite.collectives.reductions import ANNOTATION, Reductions
+from dask_hoplite.collectives.reductions import Reductions
+from dask_hoplite.collectives.starting import ANNOTATION
 from dask_hoplite.config import Config
 from dask_hoplite.copies import Copies
 from dask_hoplite.core.directory import Directory

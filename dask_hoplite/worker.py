@@ -24,6 +24,7 @@ from distributed.worker_state_machine import (
 from dask_hoplite.arrivals import Arrivals
 from dask_hoplite.collectives.gatherer import Gatherer
 from dask_hoplite.collectives.reducer import Reducer
+from dask_hoplite.collectives.starting import ANNOTATION, StartEvent
 from dask_hoplite.core.events import Declined, Event, Key, ReductionEvent
 from dask_hoplite.core.instructions import Instruction, Pull
 from dask_hoplite.exceptions import CancelledPullError, HopliteError, ObjectTooLargeError
@@ -141,8 +142,8 @@ class HopliteWorker(WorkerPlugin):
             self.shelf.discard(key)
         elif finish == "cancelled" and start == "flight":
             self.puller.drop(key)
-        elif finish == "cancelled" and start in ("executing", "long-running"):
-            self.reducer.drop(key)
+        elif finish == "released" and start in ("executing", "long-running"):
+            self.reducer.drop(key)  # it is cancelled, though plugins are not told this name
 
     def spilled(self, key: Key, value: object) -> None:
         """Dask moves an object to disk, to have its memory free."""
@@ -180,9 +181,14 @@ class HopliteWorker(WorkerPlugin):
     # Fetching for Dask
 
     def compute_task(self, *, annotations: dict[str, Any], **message: Any) -> None:
-        """In place of Dask's handler: a task may come with a source for its large dependency."""
+        """In place of Dask's handler: a task may come with a source for its large dependency, or be
+        a reduction, which only waits."""
         decided = annotations.pop(TOPIC, None)
+        waits = annotations.pop(ANNOTATION, False)
         self.plain_compute_task(annotations=annotations, **message)
+        if waits:
+            stimulus_id = f"hoplite-start-{clock.time()}"
+            self.worker.handle_stimulus(StartEvent(key=message["key"], stimulus_id=stimulus_id))
         if decided is not None:
             pull = decode(decided)
             ts = self.worker.state.tasks.get(pull.key)

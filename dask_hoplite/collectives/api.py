@@ -15,7 +15,7 @@ from distributed.protocol.pickle import dumps, loads
 
 from dask_hoplite.client import check, extension
 from dask_hoplite.collectives.operands import Op, block_of, combine_here
-from dask_hoplite.collectives.reductions import ANNOTATION
+from dask_hoplite.collectives.starting import ANNOTATION
 from dask_hoplite.exceptions import NotInstalledError, TransferError
 
 Operation = str | np.ufunc | Callable[[Any, Any], Any]
@@ -349,7 +349,8 @@ async def _submit(
             where = {"workers": answer["addresses"], "allow_other_workers": True}
         if wish["spread"] == "workers":
             wish["spread"] = answer["addresses"]
-    with dask.annotate(**{ANNOTATION: wish}):
+    priority = dask.get_annotations().get("priority", PRIORITY)
+    with dask.annotate(**{ANNOTATION: wish, "priority": priority}):
         return client.submit(
             combine_plainly,
             wish["op"],
@@ -357,7 +358,6 @@ async def _submit(
             *([] if some else futures),
             key=key,
             pure=False,
-            priority=PRIORITY,
             **where,
         )
 

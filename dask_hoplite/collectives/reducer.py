@@ -153,6 +153,9 @@ class Reducer:
 
     async def wait(self, key: Key) -> Any:
         """The result, for the task that is it, once all who are to have it do."""
+        ts = self.worker.state.tasks.get(key)
+        if ts is None or ts.state == "cancelled":  # before it began here
+            raise Reschedule
         result = self.result(key)
         if not (result.value.done() and result.released.is_set()):
             # Neither a thread nor a slot: those whom this waits for may need them.

@@ -18,6 +18,7 @@ from distributed.protocol.serialize import ToPickle
 from dask_hoplite.collectives.gatherings import Gatherings
 from dask_hoplite.collectives.reducer import result_of
 from dask_hoplite.collectives.spread import Spread
+from dask_hoplite.collectives.starting import ANNOTATION
 from dask_hoplite.core.events import (
     Combined,
     Due,
@@ -54,9 +55,6 @@ logger = logging.getLogger(__name__)
 
 #: Blocks of one reduce-scatter that are asked for in so many seconds go round together.
 TOGETHER = 1.0
-
-#: The annotation of a task that is a reduction
-ANNOTATION = "hoplite-reduction"
 
 
 class Run:
@@ -138,6 +136,7 @@ class Reductions:
     def _begin(self, ts: TaskState) -> None:
         assert ts.annotations is not None
         wish = ts.annotations[ANNOTATION]
+        ts._queueable = False  # it needs no slot
         if wish["op"] is None:
             self.gatherings.begin(ts, wish)
             return
@@ -330,9 +329,7 @@ class Reductions:
 
     def task_to_msg(self, ts: TaskState, message: dict[str, Any]) -> None:
         """Change what a worker gets to do: not to fetch the operands, but to wait."""
-        annotations = dict(message["annotations"])
-        annotations.pop(ANNOTATION)
-        message["annotations"] = annotations
+        message["annotations"] = {**message["annotations"], ANNOTATION: True}
         message["who_has"], message["nbytes"] = {}, {}
         message["run_spec"] = ToPickle(Task(ts.key, result_of, ts.key))
 
