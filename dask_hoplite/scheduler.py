@@ -358,11 +358,12 @@ class Hoplite(SchedulerPlugin):
             with suppress(CommClosedError):  # it has left, as Dask is about to learn
                 comm.send({"op": op, **message})
 
-    def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+    def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run something beside, for as long as the plugin is installed."""
         task = asyncio.create_task(coroutine)
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
+        return task
 
     def fulfil(self, keys: Iterable[Key]) -> None:
         """Let workers acquire what they are meant to have and have not, without waiting."""
@@ -399,6 +400,8 @@ class Hoplite(SchedulerPlugin):
         """The size of an object that Hoplite moves."""
         if (put := self.puts.pending.get(key)) is not None:
             return put.nbytes
+        if (run := self.reductions.runs.get(key)) is not None:
+            return self.reductions.size(run)
         return self.scheduler.tasks[key].nbytes if self.is_large(key) else None
 
     def _expected(self, key: Key) -> int:

@@ -14,6 +14,7 @@ from distributed.core import Status, context_meter_to_server_digest, error_messa
 from distributed.metrics import context_meter, time
 from distributed.worker import WORKER_ANY_RUNNING
 from distributed.worker_state_machine import (
+    FreeKeysEvent,
     GatherDepBusyEvent,
     GatherDepFailureEvent,
     GatherDepNetworkFailureEvent,
@@ -41,6 +42,9 @@ TOPIC = "hoplite"
 
 #: States of a task that Dask is fetching, in its worker's state machine
 FLYING = ("flight", "resumed", "cancelled")
+
+#: States of a task that runs here
+RUNNING = ("executing", "long-running")
 
 #: How often a peer that is busy with small keys is asked again, and after how long (as Dask does).
 BUSY_RETRIES, BUSY_DELAY = 40, 0.15
@@ -97,6 +101,7 @@ class HopliteWorker(WorkerPlugin):
             "hoplite_expect": self.arrivals.expect,
             "hoplite_acquire": self.acquire,
             "hoplite_cancel": self.cancel,
+            "hoplite_clear": self.clear,
             "hoplite_describe": self.gatherer.describe,
             "hoplite_gather": self.gatherer.gather,
         }
@@ -343,6 +348,8 @@ class HopliteWorker(WorkerPlugin):
                 value, incoming = await self.puller.pull(key, nbytes[key])
                 self._log_received(key, value, incoming)
                 ts = self.worker.state.tasks.get(key)
+                if ts is not None and ts.state in RUNNING:
+                    raise CancelledPullError(key, "it is made here")
                 if ts is None or ts.state not in FLYING:
                     self.worker.update_data({key: value}, stimulus_id=f"hoplite-{clock.time()}")
                     return
@@ -365,6 +372,13 @@ class HopliteWorker(WorkerPlugin):
         """Wait until Dask's state machine is through with a fetch."""
         landed = self.landing.setdefault(key, asyncio.get_running_loop().create_future())
         await asyncio.shield(landed)
+
+    async def clear(self, key: Key) -> None:
+        """Drop an object that was given up, and what comes of it."""
+        self.puller.cancel(key)
+        self.worker.handle_stimulus(
+            FreeKeysEvent(keys=[key], stimulus_id=f"hoplite-clear-{clock.time()}")
+        )
 
     async def cancel(self, key: Key, epoch: int) -> None:
         """Stop receiving an object, unless what is being received now is a later generation."""

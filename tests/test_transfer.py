@@ -250,3 +250,26 @@ def test_copying_what_there_is():
     assert other.copy_from(one) == 40_000
     assert other.received == 0
     assert bytes(other.frames[0]) + bytes(other.frames[2][:39_997]) == data[:40_000]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [np.ones(10), np.ones((3, 4), "f4", order="F"), np.arange(20, dtype="i2")[::2], [np.ones(9)]],
+    ids=["array", "Fortran", "strided", "list"],
+)
+def test_frames_are_views_of_memory_not_of_views(value):
+    # Python 3.11 crashes when it collects a view of which there is another view's view.
+    _, frames = dump(value)
+    assert not any(isinstance(frame.obj, memoryview) for frame in frames)
+
+
+def test_a_buffer_that_has_ended_holds_nobody():
+    whole, lost = (Buffer(Layout("x", b"", (4,))) for _ in range(2))
+    for buffer in (whole, lost):
+        buffer.follow(lambda: None)
+    whole.advance(4)
+    lost.fail(OSError("left"))
+    for buffer in (whole, lost):
+        assert not buffer._followers
+        buffer.follow(lambda: None)
+        assert not buffer._followers

@@ -87,7 +87,7 @@ class Gatherer:
         if hold:
             self.worker.update_data({key: value}, stimulus_id=f"hoplite-{uuid.uuid4()}")
         else:
-            self.reducer.deliver(key, value, wait=True)
+            self.reducer.deliver(key, value)
         return {"status": "OK"}
 
     async def _round(
@@ -152,6 +152,8 @@ class Gatherer:
                 logger.info("Hoplite: the ring of %r is broken: %s", key, error)
                 shelf.discard(name, SourceFailedError(f"the ring is broken: {error}"))
                 return {}
+            finally:
+                passing.unfollow()
             shelf.settle(name)
         return {operand: await unpack(buffer) for operand, buffer in incoming.items()}
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.protocol.pickle import dumps
 
-from dask_hoplite.collectives.spread import Spread
+from dask_hoplite.collectives.spread import Spread, move
 from dask_hoplite.core.events import Key
 from dask_hoplite.exceptions import ReductionError
 
@@ -100,9 +100,13 @@ class Gatherings:
                 self._send(root, "hoplite-fail", key=gathering.key, error=error)
             return False
 
-        gathering.spread.begin(
-            workers, bring, lambda: self._send(root, "hoplite-release", key=gathering.key)
-        )
+        def finish() -> None:
+            if root in gathering.spread.silent:
+                move(self.hoplite, gathering.key, root, gathering.spread.silent)
+            else:
+                self._send(root, "hoplite-release", key=gathering.key)
+
+        gathering.spread.begin(root, workers, bring, finish)
 
     async def _bring(
         self, gathering: Gathering, worker: str, root: str, ring: dict[str, Any] | None

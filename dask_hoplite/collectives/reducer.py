@@ -42,7 +42,8 @@ class Result:
     """What this worker is to have of a reduction."""
 
     value: asyncio.Future[Any]
-    released: asyncio.Event = field(default_factory=asyncio.Event)  #: all others have theirs, too
+    #: It counts, and all others have theirs, too
+    released: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Reducer:
@@ -105,7 +106,7 @@ class Reducer:
             self.drop(key)
 
     def release(self, key: Key) -> None:
-        """All who are to have a result have it."""
+        """A result is what it is to be, and all who are to have it have it."""
         self.result(key).released.set()  # perhaps before it is made, if nobody else is to have it
 
     def fail(self, key: Key, error: bytes | Exception) -> None:
@@ -135,13 +136,10 @@ class Reducer:
             self.result(key)
             earlier.released.set()
 
-    def deliver(self, key: Key, value: Any, *, wait: bool) -> None:
-        """A result is made here. ``wait``: until it is released."""
+    def deliver(self, key: Key, value: Any) -> None:
+        """A result is made here. It waits until it is released."""
         self._renew(key)
-        result = self.result(key)
-        result.value.set_result(value)
-        if not wait:
-            result.released.set()
+        self.result(key).value.set_result(value)
 
     def drop(self, key: Key) -> None:
         """Nobody here has use for a result any more; who waits for it lets Dask decide."""

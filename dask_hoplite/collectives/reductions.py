@@ -7,7 +7,6 @@ import itertools
 import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterable
-from contextlib import suppress
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -17,19 +16,21 @@ from distributed.protocol.serialize import ToPickle
 
 from dask_hoplite.collectives.gatherings import Gatherings
 from dask_hoplite.collectives.reducer import result_of
-from dask_hoplite.collectives.spread import Spread
+from dask_hoplite.collectives.spread import Spread, move
 from dask_hoplite.collectives.starting import ANNOTATION
 from dask_hoplite.core.events import (
     Combined,
     Due,
     Gone,
     Key,
+    Look,
     Pushed,
     Ready,
     ReductionEvent,
     Released,
     Returned,
     Rooted,
+    Silent,
     WorkerLeft,
 )
 from dask_hoplite.core.instructions import (
@@ -45,6 +46,7 @@ from dask_hoplite.core.instructions import (
 from dask_hoplite.core.reduction import Reduction
 from dask_hoplite.exceptions import ReductionError
 from dask_hoplite.messages import encode
+from dask_hoplite.transfer.patience import stop
 
 if TYPE_CHECKING:
     from distributed.scheduler import Scheduler, TaskState
@@ -70,10 +72,22 @@ class Run:
         self.root: str | None = None
         self.error: Any = None
         self.workers: set[str] = set()  # that have been told something
+        self.made = False  # and contributors are known
         self.timers: list[asyncio.TimerHandle] = []
+        self.watch: asyncio.TimerHandle | None = None
+        self.asked: dict[str, asyncio.Task[None]] = {}  #: workers that are to answer
         self.spread = Spread(hoplite, key)
         self.group: Group | None = None
+        self.preferred = False  # whether we have told Dask where
         self.parked = False  # while its group decides, or does its work
+
+    def silence(self) -> None:
+        """Wait for nothing any more."""
+        for timer in (*self.timers, self.watch):
+            if timer is not None:
+                timer.cancel()
+        for asking in self.asked.values():
+            asking.cancel()
 
     @property
     def spreads(self) -> bool:
@@ -205,6 +219,7 @@ class Reductions:
         self.groups.pop(group.key, None)
         ring = group.ring
         if ring is not None and self.runs.pop(group.key, None) is not None:
+            ring.silence()
             self._forget(ring)
         for run in group.members.values():
             run.parked = False
@@ -215,6 +230,7 @@ class Reductions:
     def _plan(self, run: Run) -> None:
         """Begin with a plan."""
         hoplite = self.hoplite
+        run.made = False
         run.plan = Reduction(
             run.key,
             run.operands,
@@ -244,9 +260,19 @@ class Reductions:
         reasons = {"erred": "its task has failed", "forgotten": "it was lost or cancelled"}
         for key in self.users[operand]:
             if finish == "memory":
+                self._prefer(self.scheduler.tasks[key], self.hoplite.holders(operand))
                 self._later(self.runs[key], Ready(key, operand))
             elif finish in reasons:
                 self._later(self.runs[key], Gone(key, operand, reasons[finish]))
+
+    def _prefer(self, ts: TaskState, workers: Collection[str]) -> None:
+        """Let Dask choose the last worker that had an operand to add: what others have comes there
+        in any case."""
+        run = self.runs[ts.key]
+        free = not ts.worker_restrictions or run.preferred
+        if ts.state == "waiting" and not ts.waiting_on and free:
+            run.preferred = True
+            ts.worker_restrictions, ts.loose_restrictions = set(workers), True
 
     def _result(self, run: Run, start: str, finish: str) -> None:
         ts = self.scheduler.tasks[run.key]
@@ -263,6 +289,8 @@ class Reductions:
         run.root = worker
         if run.group is not None and run.group.ring is not None:
             self._dissolve(run.group)  # what it was, it is no more
+        if worker is None:
+            run.spread.drop()
         if run.plan.over and not run.error:  # it was made, but then the root was lost
             self._forget(run)
             self._plan(run)
@@ -289,8 +317,7 @@ class Reductions:
         if run.group is not None and run.parked:  # a block is not wanted any more
             run.parked = False
             self._dissolve(run.group)
-        for timer in run.timers:
-            timer.cancel()
+        run.silence()
         run.spread.drop()
         for operand in run.operands:
             self.users[operand].discard(run.key)
@@ -393,7 +420,7 @@ class Reductions:
                 due = Due(run.key)
                 run.timers.append(loop.call_later(told.seconds, self._now, run, due))
             elif isinstance(told, Ask):
-                self.hoplite.spawn(self._ask(run, told.worker))
+                self._ask(run, told.worker)
             elif isinstance(told, Done):
                 self._done(run, told)
             elif isinstance(told, Fail):
@@ -405,7 +432,7 @@ class Reductions:
         directory = self.hoplite.directory
         serve = None
         if told.count and run.spreads and not told.ring:
-            nbytes = max(map(self._nbytes, run.operands), default=0)
+            nbytes = self.size(run)
             if run.key in self.hoplite.directory.trees:
                 self.hoplite.perform(self.hoplite.handle(Released(run.key)))
             pushed = Pushed(run.key, told.worker, nbytes, "reduction")
@@ -420,37 +447,87 @@ class Reductions:
                 "how": run.wish["op"],
                 "result": run.key if result is None else result,
                 "serve": serve,
-                "wait": run.spreads,
                 "shares_host": directory.crowds[directory.hosts.get(told.worker, "")] > 1,
                 "block": run.wish["block"],
                 "order": order,
             },
         )
         run.workers.add(told.worker)
+        if result is not None:
+            self.runs[result].workers.add(told.worker)  # it may be there, and not be wanted
         if serve is not None:
             self._spread(run, told.worker)
+        if told.count:
+            self._watch(run)
 
-    async def _ask(self, run: Run, worker: str) -> None:
-        with suppress(OSError):
-            await self.scheduler.rpc(worker).echo(data="hoplite")
-            self._now(run, Returned(run.key, worker))
+    # Workers that do not answer
+
+    def _watch(self, run: Run) -> None:
+        """From now on, see to it that those who make the result are alive."""
+        if run.watch is None:
+            loop = asyncio.get_running_loop()
+            run.watch = loop.call_later(self.hoplite.config.stall_timeout, self._look, run)
+
+    def _look(self, run: Run) -> None:
+        run.watch = None
+        if self.runs.get(run.key) is not run:
+            return
+        self._now(run, Look(run.key))
+        if run.plan.over and run.root is not None:  # it says no more, but Dask has no result yet
+            self._ask(run, run.root)
+        self._watch(run)
+
+    def _ask(self, run: Run, worker: str) -> None:
+        """Find out whether a worker answers."""
+        if worker not in run.asked:
+            run.asked[worker] = task = self.hoplite.spawn(self._answer(run, worker))
+            task.add_done_callback(lambda _: run.asked.pop(worker, None))
+
+    async def _answer(self, run: Run, worker: str) -> None:
+        echo = asyncio.ensure_future(self.scheduler.rpc(worker).echo(data="hoplite"))
+        try:
+            await asyncio.wait({echo}, timeout=self.hoplite.config.stall_timeout)
+            if not echo.done():
+                self._now(run, Silent(run.key, worker))
+                if run.root == worker:
+                    silent = run.plan.suspects.keys() | run.asked.keys()
+                    move(self.hoplite, run.key, worker, silent)
+            await echo
+        except OSError:
+            return  # it has left, as Dask is about to learn
+        finally:
+            await stop(echo)
+        self._now(run, Returned(run.key, worker))
 
     def _done(self, run: Run, told: Done) -> None:
-        self.contributors[run.key] = told.contributors
         if (group := run.group) is not None and group.ring is run:
-            del self.contributors[run.key], self.runs[run.key], self.groups[run.key]
+            if not all(node.done for node in run.plan.nodes.values()):
+                self._dissolve(group)  # the block of one that does not answer is missing
+                return
+            del self.runs[run.key], self.groups[run.key]
             group.over = True
+            run.silence()
             self._forget(run)
             for member in group.members.values():
                 member.parked = False
                 member.plan.over = True
                 if self.runs.get(member.key) is member and member.root is not None:
+                    self._watch(member)
                     self.contributors[member.key] = told.contributors
                     self.hoplite.send(member.root, "hoplite-release", key=member.key)
             return
+        self.contributors[run.key] = told.contributors
+        run.made = True
         if run.spreads and run.spread.task is None:
             assert run.root is not None
             self._spread(run, run.root)
+        else:
+            self._release_result(run)
+
+    def _release_result(self, run: Run) -> None:
+        """Let the root give the result to Dask, if it is made, and all others have it."""
+        if run.made and run.root is not None and (run.spread.over or not run.spreads):
+            self.hoplite.send(run.root, "hoplite-release", key=run.key)
 
     def _fail(self, run: Run, told: Fail) -> None:
         error: Any = told.error
@@ -467,6 +544,7 @@ class Reductions:
         run.error = error
         run.plan.over = True
         run.spread.stop()
+        self._watch(run)
         if run.root is not None:
             self.hoplite.send(run.root, "hoplite-fail", key=run.key, error=error)
 
@@ -484,19 +562,22 @@ class Reductions:
         """Let all who are to have the result get it, and then let the root give it to Dask."""
         named = run.wish["spread"]
         if named == "contributors":
-            workers = {node.worker for node in run.plan.nodes.values() if node.operands}
+            # The last ones are still busy with what they take for the sum, and so come last.
+            nodes = (run.plan.nodes[number] for number in sorted(run.plan.nodes))
+            workers = dict.fromkeys(node.worker for node in nodes if node.operands)
         else:
-            workers = {worker for worker in named if worker in self.scheduler.workers}
-        nbytes = max(map(self._nbytes, run.operands), default=0)
+            workers = dict.fromkeys(named)
+        there = [w for w in workers if w != root and w in self.scheduler.workers]
+        nbytes = self.size(run)
 
         async def bring(worker: str) -> bool:
             return not await self.hoplite.copies.acquire(worker, {run.key: nbytes})
 
-        run.spread.begin(
-            workers - {root},
-            bring,
-            lambda: self.hoplite.send(root, "hoplite-release", key=run.key),
-        )
+        run.spread.begin(root, there, bring, lambda: self._release_result(run))
+
+    def size(self, run: Run) -> int:
+        """Bytes that a result will have, or about so many."""
+        return max(map(self._nbytes, run.operands), default=0)
 
     # What clients ask
 

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection
-from typing import TYPE_CHECKING
+import logging
+from collections.abc import Awaitable, Callable, Collection, Coroutine
+from time import time
+from typing import TYPE_CHECKING, Any
 
 from dask_hoplite.core.events import Key
+from dask_hoplite.transfer.patience import stop
 
 if TYPE_CHECKING:
-    from distributed.scheduler import TaskState
+    from distributed.scheduler import Scheduler, TaskState
 
     from dask_hoplite.scheduler import Hoplite
+
+logger = logging.getLogger(__name__)
 
 
 class Spread:
     """Copies of one result, beside the one that its task gives to Dask.
 
     They are made before Dask has the result, and counted in as soon as it has. So whoever is told
-    that it is there finds all of them.
+    that it is there finds all of them. If it is made anew, so are they: it may be of other operands
+    then.
 
     Parameters
     ----------
@@ -31,11 +37,15 @@ class Spread:
     def __init__(self, hoplite: Hoplite, key: Key):
         self.hoplite = hoplite
         self.key = key
-        self.copies: set[str] = set()
+        self.copies: set[str] = set()  #: workers that have one
+        self.silent: set[str] = set()  #: that are to have one, and did not answer
+        self.begun: set[str] = set()  #: that may have one, perhaps of a result that was given up
+        self.over = False  #: whether all have one that can
         self.task: asyncio.Task[None] | None = None
 
     def begin(
         self,
+        root: str,
         workers: Collection[str],
         bring: Callable[[str], Awaitable[bool]],
         then: Callable[[], None],
@@ -44,29 +54,59 @@ class Spread:
 
         Parameters
         ----------
+        root : str
+            Who gives it to Dask, and so has none beside.
         workers : collection of str
-            Who is to have one.
+            To whom it is brought.
         bring : callable
             Lets one have it; gives whether that has.
         then : callable
             Called when all have it that can.
         """
         self.stop()
+        self.copies, self.silent, self.over = set(), set(), False
+        stale = self.begun - {root}
+        self.begun = self.begun.union(workers) - {root}
 
-        async def one(worker: str) -> None:
-            if await bring(worker):
-                self.copies.add(worker)
+        async def one(worker: str) -> bool:
+            if worker in stale:
+                await self._clear(worker)
+            return await bring(worker)
 
-        async def run() -> None:
-            await asyncio.gather(*map(one, workers))
+        async def all_of_them() -> None:
+            await asyncio.gather(*(self._one(worker, one(worker)) for worker in workers))
+            self.over = True
             then()
 
-        self.task = asyncio.create_task(run())
-        self.hoplite.tasks.add(self.task)
-        self.task.add_done_callback(self.hoplite.tasks.discard)
+        self.task = self.hoplite.spawn(all_of_them())
+
+    async def _one(self, worker: str, bringing: Coroutine[Any, Any, bool]) -> None:
+        """Let one have a copy, unless it falls silent."""
+        timeout = self.hoplite.config.stall_timeout
+        doing = asyncio.ensure_future(bringing)
+        try:
+            while not (await asyncio.wait({doing}, timeout=2 * timeout))[0]:
+                if not await answers(self.hoplite.scheduler, worker, timeout):
+                    logger.warning("Hoplite: %s is silent, and has no %r", worker, self.key)
+                    self.silent.add(worker)
+                    return
+            if doing.result():
+                self.copies.add(worker)
+        except Exception:
+            logger.exception("Hoplite: %s could not get %r", worker, self.key)
+        finally:
+            await stop(doing)
+
+    async def _clear(self, worker: str) -> None:
+        """Let a worker drop a copy of what was given up, and wait until it has."""
+        try:
+            await self.hoplite.scheduler.rpc(worker).hoplite_clear(key=self.key)
+        except OSError:
+            logger.debug("Hoplite: %s left before it was told", worker)
 
     def stop(self) -> None:
         """Bring no more."""
+        self.over = False
         if self.task is not None:
             self.task.cancel()
             self.task = None
@@ -77,16 +117,48 @@ class Spread:
         for worker in self.copies:
             if (ws := scheduler.workers.get(worker)) is not None:
                 scheduler.add_replica(ts, ws)
-        self.hoplite.wishes.add(self.key, {*self.copies, *wished})
-        self.copies = set()
+        # Those that are silent get theirs when they come back.
+        self.hoplite.wishes.add(self.key, {*self.copies, *self.silent, *wished})
+        self.copies, self.silent, self.begun = set(), set(), set()
 
     def drop(self) -> None:
-        """Dask will not have the result: the copies are of no use."""
+        """Dask will not have this result: the copies are of no use."""
         self.stop()
-        copies, self.copies = self.copies, set()
-        # Not now: Dask is in the middle of something.
-        asyncio.get_running_loop().call_soon(self._free, copies)
+        self.copies = set()
+        for worker in self.begun:  # before Dask asks one of them to make it
+            self.hoplite.send(
+                worker,
+                "free-keys",
+                keys=[self.key],
+                stimulus_id=f"hoplite-free-{time()}",
+            )
 
-    def _free(self, copies: set[str]) -> None:
-        for worker in copies:
-            self.hoplite.copies.free(worker, self.key)
+
+async def answers(scheduler: Scheduler, worker: str, timeout: float) -> bool:
+    """Whether a worker answers."""
+    asking = asyncio.ensure_future(scheduler.rpc(worker).echo(data="hoplite"))
+    try:
+        await asyncio.wait({asking}, timeout=timeout)
+        return asking.done() and not asking.exception()
+    finally:
+        await stop(asking)
+
+
+def move(hoplite: Hoplite, key: Key, root: str, silent: Collection[str]) -> None:
+    """Let another worker have a result, in place of one that does not answer.
+
+    That one will learn of it if it ever comes back; what it says until then is of an earlier run of
+    the task, and Dask does not listen to it.
+    """
+    scheduler = hoplite.scheduler
+    ts = scheduler.tasks.get(key)
+    others = {ws.address for ws in scheduler.running}.difference(silent, [root])
+    if ts is None or ts.state != "processing" or not others:
+        return
+    logger.warning("Hoplite: %r goes to another worker, as %s is silent", key, root)
+    wanted = ts.worker_restrictions, ts.loose_restrictions
+    ts.worker_restrictions, ts.loose_restrictions = others, False
+    try:
+        scheduler._reschedule(key, root, stimulus_id=f"hoplite-move-{time()}")
+    finally:
+        ts.worker_restrictions, ts.loose_restrictions = wanted

@@ -86,8 +86,6 @@ class Terms:
         What the result is called.
     serve : int, optional
         The epoch under which the result is served while it grows, if it is.
-    wait : bool
-        Whether the result waits until others have it, too.
     shares_host : bool
         Whether there are other workers on this host, with which memory can be shared.
     block : tuple of (int, int), optional
@@ -99,7 +97,6 @@ class Terms:
     how: bytes
     result: Key
     serve: int | None = None
-    wait: bool = False
     shares_host: bool = False
     block: tuple[int, int] | None = None
     order: list[int] | None = None
@@ -143,6 +140,8 @@ class Sum:
             self._tell(Unfit, f"{type(error).__name__}: {error}", _pickled(error))
         finally:
             await stop(watching)
+            if self.combination is not None:
+                self.combination.unfollow()
 
     def _tell(self, kind: Callable[..., ReductionEvent], *details: Any) -> None:
         self.reducer.report(kind(self.key, self.reducer.address, self.told.node, *details))
@@ -459,7 +458,7 @@ class Sum:
             )
             reducer.shelf.settle(self.key)
         self.done = True
-        reducer.deliver(self.terms.result, value, wait=self.terms.wait)
+        reducer.deliver(self.terms.result, value)
 
     # Whole objects
 

@@ -189,6 +189,21 @@ class Due:
 
 
 @dataclass(frozen=True, slots=True)
+class Look:
+    """It is time to see whether those who make the result are alive: nobody else waits for them."""
+
+    key: Key
+
+
+@dataclass(frozen=True, slots=True)
+class Silent:
+    """A worker was asked, and has not answered for long."""
+
+    key: Key
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
 class Returned:
     """A worker that was silent, or could not be reached, has answered."""
 
@@ -283,6 +298,8 @@ ReductionEvent = (
     | Gone
     | Rooted
     | Due
+    | Look
+    | Silent
     | Returned
     | Combining
     | Combined

@@ -20,12 +20,14 @@ from dask_hoplite.core.events import (
     Due,
     Gone,
     Key,
+    Look,
     Missing,
     Promoted,
     Ready,
     ReductionEvent,
     Returned,
     Rooted,
+    Silent,
     Unfit,
     WorkerLeft,
 )
@@ -279,7 +281,15 @@ class Reduction:
             return []
         node.done = True
         node.length = event.nbytes or math.inf
-        if not node.final or not all(self.nodes[end].done for end in self.ends):
+        return self._conclude() if node.final else []
+
+    def _conclude(self) -> Iterable[ReductionInstruction]:
+        """Say that the result is there, if it is: also where a ring has one who does not answer."""
+        if not self.ends or not all(
+            node.final
+            and (node.done or (node.worker in self.suspects and node.worker != self.root))
+            for node in map(self.nodes.__getitem__, self.ends)
+        ):
             return []
         self.over = True
         return [Done(self.key, tuple(key for key in self.operands if key in self.placed))]
@@ -331,6 +341,23 @@ class Reduction:
         if self.root == event.worker:
             self.root = None
         return self._lose(event.worker, now)
+
+    @_handle.register
+    def _look(self, event: Look, now: float) -> Iterable[ReductionInstruction]:
+        return [
+            Ask(self.key, node.worker)
+            for node in self.nodes.values()
+            if node.final
+            and not (node.done or node.lost)
+            and now - node.heard > SILENT * self.stall_timeout
+        ]
+
+    @_handle.register
+    def _silent(self, event: Silent, now: float) -> Iterable[ReductionInstruction]:
+        if event.worker in self.suspects or event.worker not in self.hosts:
+            return []
+        self.suspects[event.worker] = (-math.inf, "")
+        return self._conclude() or self._lose(event.worker, now)
 
     @_handle.register
     def _returned(self, event: Returned, now: float) -> Iterable[ReductionInstruction]:

@@ -116,6 +116,7 @@ class Buffer:
     def follow(self, call: Callable[[], None]) -> None:
         """Have something called, by the writer, at more bytes, or when no more will come."""
         self._followers[call] = None
+        self._let_go()
 
     def unfollow(self, call: Callable[[], None]) -> None:
         """Have it called no longer."""
@@ -150,3 +151,9 @@ class Buffer:
     def _call(self) -> None:
         for call in tuple(self._followers):
             call()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Know nobody any more whom there will be nothing to tell."""
+        if self.complete or self.error is not None:
+            self._followers.clear()

@@ -83,9 +83,19 @@ def dump(value: object) -> tuple[Layout, list[memoryview]]:
 
 def pack(header: dict[str, Any], frames: list[Any]) -> tuple[Layout, list[memoryview]]:
     """Lay out what Dask has serialised already."""
-    views = [ensure_memoryview(frame) for frame in frames]
+    views = [_bytes_of(frame) for frame in frames]
     lengths = tuple(view.nbytes for view in views)
     return Layout(uuid.uuid4().hex, pickle.dumps(header), lengths), views
+
+
+def _bytes_of(frame: Any) -> memoryview:
+    """The memory of a frame.
+
+    A view of a view, as Dask makes it of anything but bytes, would crash Python 3.11 if it were
+    ever collected with a cycle that it is in.
+    """
+    view = memoryview(frame)
+    return view.cast("B") if view.nbytes and view.c_contiguous else ensure_memoryview(frame)
 
 
 def load(layout: Layout, frames: list[memoryview]) -> Any:
