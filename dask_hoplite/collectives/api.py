@@ -240,15 +240,18 @@ async def _reduce_scatter(
         located = await client.scheduler.hoplite_locate(keys=keys)
         named = list(dict.fromkeys(sorted(located[key][1])[0] for key in keys if key in located))
     group = uuid.uuid4().hex
+    answer = await client.scheduler.hoplite_hold(key=group, operands=[], workers=named)
+    wish |= {"operands": keys, "count": len(keys)}
+    blocks = len(named)
     return [
-        await _submit(
+        _task(
             client,
-            "reduce-scatter",
+            f"reduce-scatter-{group}-{number}",
             futures,
-            {**wish, "block": (number, len(named), group)},
-            [worker],
+            {**wish, "block": (number, blocks, group)},
+            [address],
         )
-        for number, worker in enumerate(named)
+        for number, address in enumerate(answer["addresses"])
     ]
 
 
@@ -333,7 +336,7 @@ async def _submit(
     await _check_operands(client, futures, wish["count"])
     key = f"{name}-{uuid.uuid4().hex}"
     wish["operands"] = [future.key for future in futures]
-    where: dict[str, Any] = {}
+    addresses: list[str] = []
     if some or named:
         held = wish["operands"] if some else []
         answer = await client.scheduler.hoplite_hold(key=key, operands=held, workers=named)
@@ -345,17 +348,24 @@ async def _submit(
                 raise TransferError(answer["missing"][0], "it was released, and cannot be combined")
             await _check_operands(client, futures, wish["count"])
             answer = await client.scheduler.hoplite_hold(key=key, operands=held, workers=named)
-        if named:
-            where = {"workers": answer["addresses"], "allow_other_workers": True}
+        addresses = answer["addresses"]
         if wish["spread"] == "workers":
-            wish["spread"] = answer["addresses"]
+            wish["spread"] = addresses
+    return _task(client, key, [] if some else futures, wish, addresses)
+
+
+def _task(
+    client: Client, key: str, futures: list[Future], wish: dict[str, Any], addresses: list[str]
+) -> Future:
+    """The task that is a reduction, on one of some workers if it can be."""
+    where = {"workers": addresses, "allow_other_workers": True} if addresses else {}
     priority = dask.get_annotations().get("priority", PRIORITY)
     with dask.annotate(**{ANNOTATION: wish, "priority": priority}):
         return client.submit(
             combine_plainly,
             wish["op"],
             wish["block"],
-            *([] if some else futures),
+            *futures,
             key=key,
             pure=False,
             **where,
