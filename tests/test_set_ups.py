@@ -11,7 +11,7 @@ import jsonschema
 import numpy as np
 import pytest
 import yaml
-from distributed import Client, LocalCluster, Variable, Worker, get_client
+from distributed import Client, LocalCluster, Scheduler, Variable, Worker, get_client, wait
 from distributed.protocol import Serialize
 from distributed.security import Security
 from distributed.utils_test import gen_cluster, gen_test
@@ -90,6 +90,52 @@ async def test_tls_without_shared_memory(c, s, *workers):
         assert {row["path"] for row in plugin(s).directory.log()} == {"tls stream"}
         for w in workers:
             assert np.array_equal(w.data[x.key], array(30_000_000))
+
+
+async def collectives_are_right(c, s, workers, large):
+    """All collectives, among workers that are taken to be on hosts of their own."""
+    hosts = plugin(s).directory.hosts
+    hosts.update((worker, f"host-{worker}") for worker in hosts)
+    operands = [np.full(large, 2.0**i) for i in range(len(workers))]
+    pairs = zip(operands, workers, strict=True)
+    futures = [c.submit(lambda x=x: x, workers=[w.address], pure=False) for x, w in pairs]
+    total = sum(operands)
+    assert np.array_equal(await (await hoplite.reduce(futures, client=c)), total)
+    everywhere = await hoplite.allreduce(futures, client=c)
+    gathered = await hoplite.allgather(futures, client=c)
+    blocks = await hoplite.reduce_scatter(futures, client=c)
+    await wait([everywhere, gathered, *blocks])
+    for number, w in enumerate(workers):
+        assert np.array_equal(w.data[everywhere.key], total)
+        assert all(map(np.array_equal, w.data[gathered.key], operands))
+        assert np.array_equal(w.data[blocks[number].key], np.array_split(total, 3)[number])
+
+
+@gen_cluster(
+    client=True,
+    nthreads=[("tls://127.0.0.1", 1)] * 3,
+    security=Security.temporary(),
+    config={"hoplite.min-size": 1000},
+)
+async def test_collectives_with_tls(c, s, *workers):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pull, "affinity", lambda: "")
+        await c.register_plugin(Hoplite())
+        await collectives_are_right(c, s, workers, large=1_000_000)
+
+
+@gen_test(timeout=60)
+async def test_collectives_over_websockets():
+    with dask.config.set({"hoplite.min-size": 1000}):
+        async with (
+            Scheduler(protocol="ws", port=0, dashboard_address=":0") as s,
+            Worker(s.address, nthreads=1) as a,
+            Worker(s.address, nthreads=1) as b,
+            Worker(s.address, nthreads=1) as d,
+            Client(s.address, asynchronous=True) as c,
+        ):
+            await c.register_plugin(Hoplite())
+            await collectives_are_right(c, s, (a, b, d), large=1_000_000)
 
 
 @gen_test(timeout=60)
