@@ -283,6 +283,8 @@ def problems(logs: Path) -> list[dict[str, str]]:
         for entry in re.split(r"(?m)^(?=\d{4}-\d\d-\d\d )", path.read_text(errors="replace")):
             if "Traceback" not in entry or "dask_hoplite" not in entry:
                 continue
+            if "Compute Failed" in entry:  # of a task: it is judged where it arrives
+                continue
             outcomes = re.findall(r"Traceback \(most recent call last\):\n(?: .*\n)+(\S.*)", entry)
             outcome = outcomes[-1] if outcomes else "an unfinished traceback"
             if not HARMLESS.search(outcome):

@@ -290,7 +290,7 @@ class Reductions:
         if run.group is not None and run.group.ring is not None:
             self._dissolve(run.group)  # what it was, it is no more
         if worker is None:
-            run.spread.drop()
+            self._recall(run)
         if run.plan.over and not run.error:  # it was made, but then the root was lost
             self._forget(run)
             self._plan(run)
@@ -318,7 +318,6 @@ class Reductions:
             run.parked = False
             self._dissolve(run.group)
         run.silence()
-        run.spread.drop()
         for operand in run.operands:
             self.users[operand].discard(run.key)
             if not self.users[operand]:
@@ -339,6 +338,11 @@ class Reductions:
         for worker in run.workers | ({run.root} if run.root is not None else set()):
             self.hoplite.send(worker, "hoplite-forget", key=run.key)
         run.workers = set()
+        self._recall(run)
+
+    def _recall(self, run: Run) -> None:
+        """Whatever others have, or are about to get, of a result that is not to be."""
+        run.spread.drop()
         if run.spreads and run.key in self.hoplite.directory.trees:
             self.hoplite.perform(self.hoplite.handle(Released(run.key)))
 
@@ -431,10 +435,10 @@ class Reductions:
     ) -> None:
         directory = self.hoplite.directory
         serve = None
+        if told.count and run.spreads:
+            self._recall(run)
         if told.count and run.spreads and not told.ring:
             nbytes = self.size(run)
-            if run.key in self.hoplite.directory.trees:
-                self.hoplite.perform(self.hoplite.handle(Released(run.key)))
             pushed = Pushed(run.key, told.worker, nbytes, "reduction")
             [pull] = self.hoplite.handle(pushed)
             assert isinstance(pull, Pull)

@@ -52,6 +52,7 @@ from dask_hoplite.transfer.layout import Layout, dump, load
 from dask_hoplite.transfer.patience import stop
 from dask_hoplite.transfer.pull import take, unpack
 from dask_hoplite.transfer.shared import AttachedBuffer, SharedBuffer, make_room
+from dask_hoplite.transfer.shelf import Entry
 
 if TYPE_CHECKING:
     from dask_hoplite.collectives.reducer import Reducer
@@ -123,6 +124,8 @@ class Sum:
         self.done = False
         self.entry = reducer.shelf.promise(self.name)
         self.serving = reducer.shelf.promise(self.key) if terms.serve is not None else None
+        for entry in self._entries():
+            entry.readers += 1  # it stands there for as long as the sum may be asked for
         self.task = asyncio.create_task(self._run(), name=f"hoplite-sum-{told.node}")
 
     # Life
@@ -160,6 +163,8 @@ class Sum:
     def close(self) -> None:
         """Stop, and serve no more."""
         self.task.cancel()
+        for entry in self._entries():
+            entry.readers -= 1
         error = SourceFailedError("it was given up, as another one was lost")
         shelf = self.reducer.shelf
         if shelf.entries.get(self.name) is self.entry:
@@ -170,6 +175,11 @@ class Sum:
             assert self.terms.serve is not None
             gone = Abandoned(self.key, self.reducer.address, self.terms.serve, 0, "made anew")
             self.reducer.report(gone)
+        elif self.serving is not None and shelf.entries.get(self.key) is self.serving:
+            shelf.settle(self.key)
+
+    def _entries(self) -> list[Entry]:
+        return [self.entry] if self.serving is None else [self.entry, self.serving]
 
     # Work
 
@@ -456,7 +466,6 @@ class Sum:
             reducer.report(
                 Finished(self.key, reducer.address, self.terms.serve, 0.0, seconds, "combined here")
             )
-            reducer.shelf.settle(self.key)
         self.done = True
         reducer.deliver(self.terms.result, value)
 
