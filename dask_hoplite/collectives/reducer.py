@@ -157,7 +157,9 @@ class Reducer:
         result = self.result(key)
         if not (result.value.done() and result.released.is_set()):
             # Neither a thread nor a slot: those whom this waits for may need them.
-            event = SecedeEvent(key=key, compute_duration=0.0, stimulus_id=f"secede-{uuid.uuid4()}")
+            event = SecedeEvent(
+                key=key, compute_duration=0.001, stimulus_id=f"secede-{uuid.uuid4()}"
+            )
             self.worker.handle_stimulus(event)
         try:
             while True:

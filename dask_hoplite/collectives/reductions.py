@@ -342,7 +342,7 @@ class Reductions:
 
     def _recall(self, run: Run) -> None:
         """Whatever others have, or are about to get, of a result that is not to be."""
-        run.spread.drop()
+        run.spread.drop(run.root)
         if run.spreads and run.key in self.hoplite.directory.trees:
             self.hoplite.perform(self.hoplite.handle(Released(run.key)))
 

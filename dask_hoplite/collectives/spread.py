@@ -121,11 +121,17 @@ class Spread:
         self.hoplite.wishes.add(self.key, {*self.copies, *self.silent, *wished})
         self.copies, self.silent, self.begun = set(), set(), set()
 
-    def drop(self) -> None:
-        """Dask will not have this result: the copies are of no use."""
+    def drop(self, root: str | None = None) -> None:
+        """Dask will not have this result: the copies are of no use.
+
+        Parameters
+        ----------
+        root : str, optional
+            Whose task makes it anew. Without a key, there would be none.
+        """
         self.stop()
         self.copies = set()
-        for worker in self.begun:  # before Dask asks one of them to make it
+        for worker in self.begun - {root}:
             self.hoplite.send(
                 worker,
                 "free-keys",
