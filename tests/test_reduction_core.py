@@ -17,11 +17,13 @@ from dask_hoplite.core.events import (
     Combining,
     Due,
     Gone,
+    Look,
     Missing,
     Promoted,
     Ready,
     Returned,
     Rooted,
+    Silent,
     Unfit,
     WorkerLeft,
 )
@@ -148,6 +150,16 @@ class Cluster:
     def returned(self, worker):
         self.asked.discard(worker)
         return self.handle(Returned(KEY, worker))
+
+    def look(self):
+        """The workers that are asked. What becomes of that is told by itself."""
+        told = self.plan.handle(Look(KEY), self.now)
+        assert all(isinstance(each, Ask) for each in told)
+        return {each.worker for each in told}
+
+    def silent(self, worker):
+        self.asked.add(worker)
+        return self.handle(Silent(KEY, worker))
 
     # What is planned
 
@@ -465,6 +477,47 @@ def test_a_silent_worker_is_done_without_until_it_answers():
     cluster.returned(chain[1])
     assert not cluster.plan.apart, "it was frozen"
     assert cluster.finish().contributors == ("xa", "xb", "xc", "xd")
+
+
+def test_a_root_that_does_not_answer():
+    cluster, chain, _ = running()
+    for worker in chain[1:-1]:
+        cluster.combined(cluster.at(worker))
+    assert cluster.look() == set()
+    cluster.now += 2
+    cluster.combining(cluster.at("d0"), 50, made=50)
+    assert cluster.look() == set(), "it has said something"
+    cluster.now += 3
+    assert cluster.look() == {"d0"}
+    before = dict(cluster.nodes)
+    told = cluster.silent("d0")
+    assert [type(each) for each in told] == [Forget]
+    assert cluster.root(None) == []
+    assert cluster.root("e0") == [], "its operand is needed"
+    told = cluster.returned("d0")
+    assert {each.worker for each in told} == {"d0", "e0"}
+    assert before.items() & cluster.nodes.items(), "the others have theirs"
+    assert cluster.finish().contributors == ("xa", "xb", "xc", "xd")
+
+
+def test_a_member_of_a_ring_that_does_not_answer_at_the_end():
+    cluster = ring()
+    for worker in ("a0", "a1", "b0"):
+        cluster.combined(cluster.at(worker))
+    cluster.now += 3
+    assert cluster.look() == {"c0"}
+    assert cluster.silent("c0") == [Done(KEY, tuple(cluster.holders))], "nobody needs it"
+
+
+def test_a_root_in_a_ring_that_does_not_answer_at_the_end():
+    cluster = ring()
+    for worker in ("a0", "a1", "c0"):
+        cluster.combined(cluster.at(worker))
+    told = cluster.silent("b0")
+    assert {type(each) for each in told} == {Forget}
+    cluster.root("a0")
+    cluster.returned("b0")
+    assert cluster.finish().contributors == tuple(cluster.holders)
 
 
 def test_who_waits_itself_is_not_blamed():
@@ -804,6 +857,17 @@ class Orders(RuleBasedStateMachine):
         assume(worker in self.cluster.hosts)
         self.cluster.returned(worker)
 
+    @precondition(goes_on)
+    @rule(worker=workers)
+    def silent(self, worker):
+        assume(worker in self.cluster.hosts)
+        self.cluster.silent(worker)
+
+    @precondition(goes_on)
+    @rule()
+    def look(self):
+        self.cluster.look()
+
     def heard(self, worker):
         """Whoever reports is there."""
         self.cluster.asked.discard(worker)
@@ -859,7 +923,11 @@ class Orders(RuleBasedStateMachine):
         cluster, end = self.cluster, self.cluster.end
         if isinstance(end, Done):
             finals = [node for node in cluster.nodes.values() if node.count]
-            assert all(node.node in cluster.done for node in finals)
+            assert all(
+                node.node in cluster.done or (node.ring and node.worker in cluster.asked)
+                for node in finals
+            )
+            assert any(node.node in cluster.done for node in finals if node.worker == self.root)
             total = (
                 [key for node in finals for key in node.operands]
                 if finals[0].ring
