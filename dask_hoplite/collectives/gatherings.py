@@ -31,6 +31,7 @@ class Gathering:
         #: Addresses of those that are to have all, or "contributors"
         self.workers: Collection[str] | str = wish["spread"]
         self.spread = Spread(hoplite, key)
+        self.root: str | None = None
 
     @property
     def named(self) -> Collection[str]:
@@ -66,11 +67,13 @@ class Gatherings:
         if finish == "processing" and ts.processing_on is not None:
             self._gather(gathering, ts.processing_on.address)
         elif start == "processing" and finish in ("released", "waiting", "no-worker"):
+            gathering.root = None
             gathering.spread.drop()
         elif finish == "memory":
             gathering.spread.keep(ts, gathering.named)
             del self.gatherings[key]
         elif finish in ("erred", "forgotten"):
+            gathering.root = None
             gathering.spread.drop()
             del self.gatherings[key]
 
@@ -88,10 +91,15 @@ class Gatherings:
         else:
             workers = set(gathering.named) & there
         workers.add(root)
+        gathering.root = root
         ring = asyncio.ensure_future(self._ring(gathering, holders, workers))
 
         async def bring(worker: str) -> bool:
-            answer = await self._bring(gathering, worker, root, (await ring).get(worker))
+            place = (await ring).get(worker)
+            bringing = self.hoplite.spawn(self._bring(gathering, worker, root, place))
+            if worker == root:
+                bringing.add_done_callback(forget)
+            answer = await asyncio.shield(bringing)
             if answer["status"] == "OK":
                 return worker != root
             logger.warning("Hoplite: %s could not get all of %r: %s", worker, gathering.key, answer)
@@ -99,6 +107,10 @@ class Gatherings:
                 error = dumps(ReductionError(gathering.key, answer["reason"]))
                 self._send(root, "hoplite-fail", key=gathering.key, error=error)
             return False
+
+        def forget(_: object) -> None:
+            if gathering.root != root:  # nobody there waits for it any more
+                self._send(root, "hoplite-forget", key=gathering.key)
 
         def finish() -> None:
             if root in gathering.spread.silent:

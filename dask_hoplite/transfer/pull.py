@@ -220,7 +220,9 @@ class Incoming:
             assert self.buffer is not None
             value = await unpack(self.buffer)
         except BaseException as error:
-            self.puller.shelf.discard(self.key, SourceFailedError(f"gave up: {_why(error)}"))
+            shelf = self.puller.shelf
+            if shelf.entries.get(self.key) is self.entry:  # and not that of one after this
+                shelf.discard(self.key, SourceFailedError(f"gave up: {_why(error)}"))
             if self.epoch and not isinstance(error, ObjectLostError | NotInstalledError):
                 self.puller.report(self._report(Abandoned, reason=_why(error)))
             raise
