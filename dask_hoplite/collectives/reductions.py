@@ -14,6 +14,7 @@ from dask._task_spec import Task
 from distributed.protocol.pickle import dumps
 from distributed.protocol.serialize import ToPickle
 
+from dask_hoplite.collectives.blocks import Group
 from dask_hoplite.collectives.gatherings import Gatherings
 from dask_hoplite.collectives.reducer import result_of
 from dask_hoplite.collectives.spread import Spread, move
@@ -55,9 +56,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Blocks of one reduce-scatter that are asked for in so many seconds go round together.
-TOGETHER = 1.0
-
 
 class Run:
     """One attempt to make the result of a reduction, from when Dask wants it until it is there."""
@@ -81,6 +79,11 @@ class Run:
         self.preferred = False  # whether we have told Dask where
         self.parked = False  # while its group decides, or does its work
 
+    def take_events(self) -> list[ReductionEvent]:
+        """What is to be handled. The root first: what is ready is placed with a view to it."""
+        events, self.events = self.events, []
+        return sorted(events, key=lambda event: not isinstance(event, Rooted))
+
     def silence(self) -> None:
         """Wait for nothing any more."""
         for timer in (*self.timers, self.watch):
@@ -93,21 +96,6 @@ class Run:
     def spreads(self) -> bool:
         """Whether others than the root are to have the result, too."""
         return self.wish["spread"] is not None
-
-
-class Group:
-    """Reductions of one block each of the same operands (a reduce-scatter).
-
-    If all can begin together, they go round as one ring. If not, or if that breaks, each is a
-    reduction of its own.
-    """
-
-    def __init__(self, key: Key, size: int):
-        self.key = key
-        self.size = size
-        self.members: dict[int, Run] = {}  # by the number of the block
-        self.ring: Run | None = None
-        self.over = False
 
 
 class Reductions:
@@ -164,70 +152,12 @@ class Reductions:
             loop = asyncio.get_running_loop()
             run.timers.append(loop.call_later(wish["timeout"], self._overdue, run))
         if wish["block"] is not None and known is None:
-            self._join(run, *wish["block"])
-        self._plan(run)
+            number, blocks, key = wish["block"]
+            group = self.groups.setdefault(key, Group(self, key, blocks))
+            group.join(run, number)
+        self.plan(run)
 
-    def _join(self, run: Run, block: int, blocks: int, key: Key) -> None:
-        """Count a block in."""
-        group = self.groups.get(key)
-        if group is None:
-            group = self.groups[key] = Group(key, blocks)
-            loop = asyncio.get_running_loop()
-            run.timers.append(loop.call_later(TOGETHER, self._too_late, group))
-        group.members[block] = run
-        run.group = group
-        run.parked = not group.over
-
-    def _too_late(self, group: Group) -> None:
-        if group.ring is None:
-            self._dissolve(group)
-
-    def _assemble(self, group: Group) -> None:
-        """Let the blocks of a group go round together, as soon as all can begin."""
-        roots = {block: run.root for block, run in group.members.items()}
-        if (
-            group.over
-            or group.ring is not None
-            or len(roots) < group.size
-            or None in roots.values()
-        ):
-            return
-        first = group.members[0]
-        ring = Run(self.hoplite, group.key, {**first.wish, "block": None, "spread": "contributors"})
-        ring.group, ring.root = group, first.root
-        group.ring = self.runs[group.key] = ring
-        self._plan(ring)
-        told: list[ReductionInstruction] = []
-        for event in sorted(ring.events, key=lambda event: not isinstance(event, Rooted)):
-            told += ring.plan.handle(event, monotonic())
-        ring.events = []
-        combines = [one for one in told if isinstance(one, Combine) and one.ring]
-        blocks = {root: block for block, root in roots.items()}
-        if {one.worker for one in combines} != blocks.keys() or len(blocks) < group.size:
-            self._dissolve(group)  # others have the operands than are to have the blocks
-            return
-        order = [blocks[one.worker] for one in sorted(combines, key=lambda one: one.index)]
-        for one in combines:
-            result = group.members[blocks[one.worker]].key
-            self._combine(ring, one, order=order, result=result)
-
-    def _dissolve(self, group: Group) -> None:
-        """Let each block be a reduction of its own."""
-        if group.over:
-            return
-        group.over = True
-        self.groups.pop(group.key, None)
-        ring = group.ring
-        if ring is not None and self.runs.pop(group.key, None) is not None:
-            ring.silence()
-            self._forget(ring)
-        for run in group.members.values():
-            run.parked = False
-            events, run.events = run.events, []
-            for event in sorted(events, key=lambda event: not isinstance(event, Rooted)):
-                self._now(run, event)
-
-    def _plan(self, run: Run) -> None:
+    def plan(self, run: Run) -> None:
         """Begin with a plan."""
         hoplite = self.hoplite
         run.made = False
@@ -288,12 +218,12 @@ class Reductions:
     def _root(self, run: Run, worker: str | None) -> None:
         run.root = worker
         if run.group is not None and run.group.ring is not None:
-            self._dissolve(run.group)  # what it was, it is no more
+            run.group.dissolve()  # what it was, it is no more
         if worker is None:
             self._recall(run)
         if run.plan.over and not run.error:  # it was made, but then the root was lost
-            self._forget(run)
-            self._plan(run)
+            self.forget(run)
+            self.plan(run)
         else:
             self._later(run, Rooted(run.key, worker))
         if worker is not None and run.error:
@@ -316,13 +246,13 @@ class Reductions:
             return
         if run.group is not None and run.parked:  # a block is not wanted any more
             run.parked = False
-            self._dissolve(run.group)
+            run.group.dissolve()
         run.silence()
         for operand in run.operands:
             self.users[operand].discard(run.key)
             if not self.users[operand]:
                 del self.users[operand]
-        self._forget(run)
+        self.forget(run)
         client = holder(run.key)
         if client in self.scheduler.clients:
             # Not now: Dask is in the middle of something.
@@ -334,7 +264,8 @@ class Reductions:
             self.scheduler.client_releases_keys(keys=keys, client=client)
             self.scheduler.clients.pop(client, None)
 
-    def _forget(self, run: Run) -> None:
+    def forget(self, run: Run) -> None:
+        """Let workers drop what they have of a run."""
         for worker in run.workers | ({run.root} if run.root is not None else set()):
             self.hoplite.send(worker, "hoplite-forget", key=run.key)
         run.workers = set()
@@ -350,7 +281,7 @@ class Reductions:
         """Count a worker out."""
         for run in list(self.runs.values()):
             run.spread.copies.discard(worker)
-            self._now(run, WorkerLeft(worker))
+            self.now(run, WorkerLeft(worker))
 
     def restart(self) -> None:
         """Forget all."""
@@ -373,7 +304,7 @@ class Reductions:
             return
         if isinstance(event, Combined):
             self._learn(run, event)
-        self._now(run, event)
+        self.now(run, event)
 
     def _learn(self, run: Run, event: Combined) -> None:
         node = run.plan.nodes.get(event.node)
@@ -393,14 +324,13 @@ class Reductions:
     def _drain(self, run: Run) -> None:
         if run.parked:
             assert run.group is not None
-            self._assemble(run.group)
+            run.group.assemble()
             return
-        events, run.events = run.events, []
-        # The root first: what is ready is placed with a view to it.
-        for event in sorted(events, key=lambda event: not isinstance(event, Rooted)):
-            self._now(run, event)
+        for event in run.take_events():
+            self.now(run, event)
 
-    def _now(self, run: Run, event: ReductionEvent) -> None:
+    def now(self, run: Run, event: ReductionEvent) -> None:
+        """Handle an event, unless the run's group is to decide first."""
         if run.parked:
             run.events.append(event)
         elif self.runs.get(run.key) is run:
@@ -408,21 +338,18 @@ class Reductions:
 
     def _perform(self, run: Run, instructions: Iterable[ReductionInstruction]) -> None:
         for told in instructions:
-            if run.group is not None and run.group.ring is run and not isinstance(told, Done):
-                if isinstance(told, Fail) and told.error:
-                    for member in run.group.members.values():
-                        self._give_up(member, told.error)
-                elif not isinstance(told, Ask):
-                    self._dissolve(run.group)  # it is broken
+            if run.group is not None and run.group.ring is run:
+                run.group.perform(told)
+                if run.group.over:
                     return
             if isinstance(told, Combine):
-                self._combine(run, told)
+                self.combine(run, told)
             elif isinstance(told, Forget):
                 self.hoplite.send(told.worker, "hoplite-forget", key=told.key, node=told.node)
             elif isinstance(told, Later):
                 loop = asyncio.get_running_loop()
                 due = Due(run.key)
-                run.timers.append(loop.call_later(told.seconds, self._now, run, due))
+                run.timers.append(loop.call_later(told.seconds, self.now, run, due))
             elif isinstance(told, Ask):
                 self._ask(run, told.worker)
             elif isinstance(told, Done):
@@ -430,9 +357,10 @@ class Reductions:
             elif isinstance(told, Fail):
                 self._fail(run, told)
 
-    def _combine(
+    def combine(
         self, run: Run, told: Combine, order: list[int] | None = None, result: Key | None = None
     ) -> None:
+        """Let a worker make a sum; in a ring for blocks, of which one is its own ``result``."""
         directory = self.hoplite.directory
         serve = None
         if told.count and run.spreads:
@@ -462,11 +390,11 @@ class Reductions:
         if serve is not None:
             self._spread(run, told.worker)
         if told.count:
-            self._watch(run)
+            self.watch(run)
 
     # Workers that do not answer
 
-    def _watch(self, run: Run) -> None:
+    def watch(self, run: Run) -> None:
         """From now on, see to it that those who make the result are alive."""
         if run.watch is None:
             loop = asyncio.get_running_loop()
@@ -476,10 +404,10 @@ class Reductions:
         run.watch = None
         if self.runs.get(run.key) is not run:
             return
-        self._now(run, Look(run.key))
+        self.now(run, Look(run.key))
         if run.plan.over and run.root is not None:  # it says no more, but Dask has no result yet
             self._ask(run, run.root)
-        self._watch(run)
+        self.watch(run)
 
     def _ask(self, run: Run, worker: str) -> None:
         """Find out whether a worker answers."""
@@ -492,7 +420,7 @@ class Reductions:
         try:
             await asyncio.wait({echo}, timeout=self.hoplite.config.stall_timeout)
             if not echo.done():
-                self._now(run, Silent(run.key, worker))
+                self.now(run, Silent(run.key, worker))
                 if run.root == worker:
                     silent = run.plan.suspects.keys() | run.asked.keys()
                     move(self.hoplite, run.key, worker, silent)
@@ -501,25 +429,9 @@ class Reductions:
             return  # it has left, as Dask is about to learn
         finally:
             await stop(echo)
-        self._now(run, Returned(run.key, worker))
+        self.now(run, Returned(run.key, worker))
 
     def _done(self, run: Run, told: Done) -> None:
-        if (group := run.group) is not None and group.ring is run:
-            if not all(node.done for node in run.plan.nodes.values()):
-                self._dissolve(group)  # the block of one that does not answer is missing
-                return
-            del self.runs[run.key], self.groups[run.key]
-            group.over = True
-            run.silence()
-            self._forget(run)
-            for member in group.members.values():
-                member.parked = False
-                member.plan.over = True
-                if self.runs.get(member.key) is member and member.root is not None:
-                    self._watch(member)
-                    self.contributors[member.key] = told.contributors
-                    self.hoplite.send(member.root, "hoplite-release", key=member.key)
-            return
         self.contributors[run.key] = told.contributors
         run.made = True
         if run.spreads and run.spread.task is None:
@@ -542,13 +454,14 @@ class Reductions:
                 error = erred[0].exception  # as Dask has it: only who gets it looks into it
             else:
                 error = dumps(ReductionError(run.key, told.reason))
-        self._give_up(run, error)
+        self.give_up(run, error)
 
-    def _give_up(self, run: Run, error: Any) -> None:
+    def give_up(self, run: Run, error: Any) -> None:
+        """Let the task fail: with a pickled error, or one as Dask has it."""
         run.error = error
         run.plan.over = True
         run.spread.stop()
-        self._watch(run)
+        self.watch(run)
         if run.root is not None:
             self.hoplite.send(run.root, "hoplite-fail", key=run.key, error=error)
 
@@ -558,7 +471,7 @@ class Reductions:
             late = [key for key in run.operands if key not in run.plan.ready]
             why = f"{len(late)} of {len(run.operands)} operands are not ready: {late}"
             text = f"{run.key!r} was not there within {seconds} s" + (f"; {why}" if late else "")
-            self._give_up(run, dumps(TimeoutError(text)))
+            self.give_up(run, dumps(TimeoutError(text)))
 
     # Results that several workers are to have
 
