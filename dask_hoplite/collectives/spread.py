@@ -74,16 +74,16 @@ class Spread:
             return await bring(worker)
 
         async def all_of_them() -> None:
-            await asyncio.gather(*(self._one(worker, one(worker)) for worker in workers))
+            await asyncio.gather(*(self._one(worker, one) for worker in workers))
             self.over = True
             then()
 
         self.task = self.hoplite.spawn(all_of_them())
 
-    async def _one(self, worker: str, bringing: Coroutine[Any, Any, bool]) -> None:
+    async def _one(self, worker: str, bring: Callable[[str], Coroutine[Any, Any, bool]]) -> None:
         """Let one have a copy, unless it falls silent."""
         timeout = self.hoplite.config.stall_timeout
-        doing = asyncio.ensure_future(bringing)
+        doing = asyncio.ensure_future(bring(worker))
         try:
             while not (await asyncio.wait({doing}, timeout=2 * timeout))[0]:
                 if not await answers(self.hoplite.scheduler, worker, timeout):
