@@ -530,6 +530,18 @@ async def test_a_root_that_does_not_answer_has_a_deadline_too(c, s, *workers):
         await result
 
 
+@hoplite_cluster(nthreads=[])
+async def test_a_deadline_where_there_is_no_worker(c, s):
+    await c.register_plugin(Hoplite())
+    operands = [c.submit(power, i, pure=False) for i in range(2)]
+    for op in (hoplite.reduce, hoplite.allreduce):
+        result = await op(operands, timeout=0.1, client=c)
+        error = await failure(result)
+        assert isinstance(error, TimeoutError) and "2 of 2 operands" in str(error)
+    del result, operands, error
+    await nothing_left(s, [])
+
+
 @pytest.mark.parametrize("op", [hoplite.allreduce, hoplite.allgather])
 def test_copies_are_not_waited_for_where_nobody_answers(op):
     @hoplite_cluster()

@@ -7,7 +7,7 @@ import itertools
 import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterable
-from time import monotonic
+from time import monotonic, time
 from typing import TYPE_CHECKING, Any
 
 from dask._task_spec import Task
@@ -464,6 +464,18 @@ class Reductions:
         self.watch(run)
         if run.root is not None:
             self.hoplite.send(run.root, "hoplite-fail", key=run.key, error=error)
+        else:  # not now: Dask may be in the middle of something
+            asyncio.get_running_loop().call_soon(self._fail_here, run)
+
+    def _fail_here(self, run: Run) -> None:
+        """Let the task fail that no worker has: there is none."""
+        ts = self.scheduler.tasks.get(run.key)
+        if ts is not None and ts.state in ("no-worker", "queued"):
+            stimulus_id = f"hoplite-fail-{time()}"
+            told = self.scheduler.transition(
+                run.key, "erred", exception=run.error, cause=run.key, stimulus_id=stimulus_id
+            )
+            self.scheduler.transitions(told, stimulus_id=stimulus_id)
 
     def _overdue(self, run: Run) -> None:
         if not run.plan.over:
