@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time as clock
-from collections.abc import Callable, Collection, Hashable
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Collection, Coroutine, Hashable
+from typing import Any, TypeVar
 
 from distributed import Client, Worker, WorkerPlugin
 from distributed.comm.core import Comm
@@ -36,6 +37,8 @@ from dask_hoplite.transfer.serve import NoReply, serve
 from dask_hoplite.transfer.shelf import Shelf
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 #: Dask's event log has what workers report to the directory under this topic.
 TOPIC = "hoplite"
@@ -94,6 +97,7 @@ class HopliteWorker(WorkerPlugin):
         self.reducer = Reducer(worker, self.puller, self.report, self.stall_timeout)
         self.gatherer = Gatherer(worker, self.puller, self.reducer, self.stall_timeout)
         self.landing: dict[Key, asyncio.Future[None]] = {}
+        self.coming: defaultdict[Key, set[asyncio.Future[Any]]] = defaultdict(set)
         self.plain_gather_dep = worker.gather_dep
         self.handlers: dict[str, Callable[..., Any]] = {
             "hoplite_pull": self.serve,
@@ -103,12 +107,13 @@ class HopliteWorker(WorkerPlugin):
             "hoplite_cancel": self.cancel,
             "hoplite_clear": self.clear,
             "hoplite_describe": self.gatherer.describe,
-            "hoplite_gather": self.gatherer.gather,
+            "hoplite_gather": self.gather,
         }
         worker.handlers.update(self.handlers)
         self.plain_compute_task = worker.stream_handlers["compute-task"]
         worker.stream_handlers["compute-task"] = self.compute_task
         self.stream_handlers: dict[str, Callable[..., Any]] = {
+            "hoplite-recall": self.recall,
             "hoplite-combine": self.reducer.combine,
             "hoplite-forget": self.reducer.forget,
             "hoplite-release": self.reducer.release,
@@ -358,7 +363,9 @@ class HopliteWorker(WorkerPlugin):
                 with self.puller.kept(incoming):
                     await self._landed(key)
 
-        results = await asyncio.gather(*map(hold, nbytes), return_exceptions=True)
+        results = await asyncio.gather(
+            *(self._revocably(key, hold(key)) for key in nbytes), return_exceptions=True
+        )
         failed = {
             key: f"{type(result).__name__}: {result}"
             for key, result in zip(nbytes, results, strict=True)
@@ -373,12 +380,40 @@ class HopliteWorker(WorkerPlugin):
         landed = self.landing.setdefault(key, asyncio.get_running_loop().create_future())
         await asyncio.shield(landed)
 
-    async def clear(self, key: Key) -> None:
-        """Drop an object that was given up, and what comes of it."""
+    async def gather(self, key: Key, **how: Any) -> dict[str, str]:
+        """Make a list of values. See :meth:`.Gatherer.gather`."""
+        try:
+            return await self._revocably(key, self.gatherer.gather(key, **how))
+        except CancelledPullError as error:
+            return {"status": "failed", "reason": str(error)}
+
+    async def _revocably(self, key: Key, coming: Coroutine[Any, Any, T]) -> T:
+        """Get something, unless it is recalled."""
+        task = asyncio.ensure_future(coming)
+        self.coming[key].add(task)
+        try:
+            await asyncio.wait({task})
+        finally:
+            task.cancel()
+            self.coming[key].discard(task)
+            if not self.coming[key]:
+                del self.coming[key]
+        if task.cancelled():
+            raise CancelledPullError(key, "it was recalled")
+        return task.result()
+
+    def recall(self, key: Key) -> None:
+        """Drop a result that was given up, and what is on its way here of it."""
+        for task in self.coming.get(key, ()):
+            task.cancel()
         self.puller.cancel(key)
         self.worker.handle_stimulus(
-            FreeKeysEvent(keys=[key], stimulus_id=f"hoplite-clear-{clock.time()}")
+            FreeKeysEvent(keys=[key], stimulus_id=f"hoplite-recall-{clock.time()}")
         )
+
+    async def clear(self, key: Key) -> None:
+        """The same, for those who want to know when it is done."""
+        self.recall(key)
 
     async def cancel(self, key: Key, epoch: int) -> None:
         """Stop receiving an object, unless what is being received now is a later generation."""

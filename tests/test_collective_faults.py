@@ -371,6 +371,41 @@ async def test_killed_while_all_is_gathered(c, s, *workers):
 
 
 @hoplite_cluster()
+async def test_copies_of_what_is_gathered_anew(c, s, *workers):
+    """Lists that were on their way come to nothing: one of them would be a result at once."""
+    await c.register_plugin(Hoplite())
+    operands = powers(c, workers)
+    await wait(operands)
+    hinder(workers, "hoplite_pull")
+    result = await hoplite.allgather(operands, client=c)
+    root = await root_found(s, result, workers)
+    await until(lambda: all(len(w.plugins["hoplite"].coming) == 1 for w in workers))
+    victim = next(w for w in workers if w is not root)
+    await victim.close()
+    for w in workers:
+        w.handlers["hoplite_pull"] = w.plugins["hoplite"].serve
+    await wait(result)
+    assert len(holders(s, result)) == 3
+    del result, operands
+    await nothing_left(s, workers)
+
+
+@hoplite_cluster()
+async def test_what_is_recalled(c, s, a, b, *workers):
+    await c.register_plugin(Hoplite())
+    [x] = powers(c, [a])
+    await wait(x)
+    hinder([a], "hoplite_pull")
+    extension = b.plugins["hoplite"]
+    coming = asyncio.create_task(extension.acquire({x.key: 8 * N}))
+    await until(lambda: extension.puller.incoming)
+    extension.recall(x.key)
+    assert (await coming)["status"] == "partial-fail"
+    assert not extension.coming and x.key not in b.data
+    await until(lambda: not extension.puller.incoming)
+
+
+@hoplite_cluster()
 async def test_a_pull_after_one_that_was_given_up(c, s, a, b, *workers):
     await c.register_plugin(Hoplite())
     [x] = powers(c, [a])

@@ -82,6 +82,7 @@ def of_worker(dask_worker: Any) -> dict[str, list[str]]:
         "incoming": list(map(str, plugin.puller.incoming)),
         "expected": list(map(str, plugin.arrivals.expected)),
         "landing": list(map(str, plugin.landing)),
+        "coming": list(map(str, plugin.coming)),
         "sums": [str(sum.told) for sum in plugin.reducer.sums.values()],
         "results": list(map(str, plugin.reducer.results)),
         "sending": ["x"] * dask_worker.transfer_outgoing_count,

@@ -152,6 +152,9 @@ class Gatherer:
                 logger.info("Hoplite: the ring of %r is broken: %s", key, error)
                 shelf.discard(name, SourceFailedError(f"the ring is broken: {error}"))
                 return {}
+            except asyncio.CancelledError:
+                shelf.discard(name, SourceFailedError("it was recalled"))
+                raise
             finally:
                 passing.unfollow()
             shelf.settle(name)

@@ -70,6 +70,7 @@ class Gatherings:
             gathering.root = None
             gathering.spread.drop()
         elif finish == "memory":
+            gathering.root = None
             gathering.spread.keep(ts, gathering.named)
             del self.gatherings[key]
         elif finish in ("erred", "forgotten"):

@@ -113,6 +113,7 @@ class Spread:
 
     def keep(self, ts: TaskState, wished: Collection[str]) -> None:
         """Dask has the result: now it learns of the copies, which are to stay."""
+        self.stop()
         scheduler = self.hoplite.scheduler
         for worker in self.copies:
             if (ws := scheduler.workers.get(worker)) is not None:
@@ -132,12 +133,7 @@ class Spread:
         self.stop()
         self.copies = set()
         for worker in self.begun - {root}:
-            self.hoplite.send(
-                worker,
-                "free-keys",
-                keys=[self.key],
-                stimulus_id=f"hoplite-free-{time()}",
-            )
+            self.hoplite.send(worker, "hoplite-recall", key=self.key)
 
 
 async def answers(scheduler: Scheduler, worker: str, timeout: float) -> bool:
