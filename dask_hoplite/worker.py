@@ -7,6 +7,7 @@ import logging
 import time as clock
 from collections import defaultdict
 from collections.abc import Callable, Collection, Coroutine, Hashable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from distributed import Client, Worker, WorkerPlugin
@@ -98,6 +99,7 @@ class HopliteWorker(WorkerPlugin):
         self.gatherer = Gatherer(worker, self.puller, self.reducer, self.stall_timeout)
         self.landing: dict[Key, asyncio.Future[None]] = {}
         self.coming: defaultdict[Key, set[asyncio.Future[Any]]] = defaultdict(set)
+        self.recalled, self.waiting = 0, asyncio.Event()
         self.plain_gather_dep = worker.gather_dep
         self.handlers: dict[str, Callable[..., Any]] = {
             "hoplite_pull": self.serve,
@@ -105,7 +107,7 @@ class HopliteWorker(WorkerPlugin):
             "hoplite_expect": self.arrivals.expect,
             "hoplite_acquire": self.acquire,
             "hoplite_cancel": self.cancel,
-            "hoplite_clear": self.clear,
+            "hoplite_wait_for_recall": self.wait_for_recall,
             "hoplite_describe": self.gatherer.describe,
             "hoplite_gather": self.gather,
         }
@@ -402,18 +404,27 @@ class HopliteWorker(WorkerPlugin):
             raise CancelledPullError(key, "it was recalled")
         return task.result()
 
-    def recall(self, key: Key) -> None:
-        """Drop a result that was given up, and what is on its way here of it."""
+    def recall(self, key: Key, number: int) -> None:
+        """Drop a result that was given up, and what is on its way here of it.
+
+        ``number``: those of later ones are higher.
+        """
         for task in self.coming.get(key, ()):
             task.cancel()
         self.puller.cancel(key)
         self.worker.handle_stimulus(
             FreeKeysEvent(keys=[key], stimulus_id=f"hoplite-recall-{clock.time()}")
         )
+        self.recalled = number
+        waiting, self.waiting = self.waiting, asyncio.Event()
+        waiting.set()
 
-    async def clear(self, key: Key) -> None:
-        """The same, for those who want to know when it is done."""
-        self.recall(key)
+    async def wait_for_recall(self, number: int) -> None:
+        """Wait until a recall has come, which goes another way than questions do."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.stall_timeout):
+                while self.recalled < number:
+                    await self.waiting.wait()
 
     async def cancel(self, key: Key, epoch: int) -> None:
         """Stop receiving an object, unless what is being received now is a later generation."""

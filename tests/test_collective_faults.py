@@ -348,6 +348,16 @@ def hinder(workers, name: str) -> list:
         w.handlers[name] = never
 
 
+def served_after(gate: asyncio.Event, worker):
+    extension = worker.plugins["hoplite"]
+
+    async def serve(comm, key, **kwargs):
+        await gate.wait()
+        return await extension.serve(comm, key, **kwargs)
+
+    return serve
+
+
 async def never(**kwargs):
     await asyncio.Event().wait()
 
@@ -376,14 +386,15 @@ async def test_copies_of_what_is_gathered_anew(c, s, *workers):
     await c.register_plugin(Hoplite())
     operands = powers(c, workers)
     await wait(operands)
-    hinder(workers, "hoplite_pull")
+    gate = asyncio.Event()
+    for w in workers:
+        w.handlers["hoplite_pull"] = served_after(gate, w)
     result = await hoplite.allgather(operands, client=c)
     root = await root_found(s, result, workers)
     await until(lambda: all(len(w.plugins["hoplite"].coming) == 1 for w in workers))
     victim = next(w for w in workers if w is not root)
     await victim.close()
-    for w in workers:
-        w.handlers["hoplite_pull"] = w.plugins["hoplite"].serve
+    gate.set()
     await wait(result)
     assert len(holders(s, result)) == 3
     del result, operands
@@ -399,7 +410,7 @@ async def test_what_is_recalled(c, s, a, b, *workers):
     extension = b.plugins["hoplite"]
     coming = asyncio.create_task(extension.acquire({x.key: 8 * N}))
     await until(lambda: extension.puller.incoming)
-    extension.recall(x.key)
+    extension.recall(x.key, 1)
     assert (await coming)["status"] == "partial-fail"
     assert not extension.coming and x.key not in b.data
     await until(lambda: not extension.puller.incoming)
@@ -515,7 +526,7 @@ async def test_a_worker_that_is_paused(c, s, *workers):
 
 def freeze(worker):
     """Let a worker answer nobody, and say nothing of reductions, until it is let go again."""
-    names = ["echo", "hoplite_pull", "hoplite_acquire", "hoplite_gather", "hoplite_clear"]
+    names = ["echo", "hoplite_pull", "hoplite_acquire", "hoplite_gather"]
     handlers, reducer = {name: worker.handlers[name] for name in names}, None
     reducer = worker.plugins["hoplite"].reducer
     report = reducer.report

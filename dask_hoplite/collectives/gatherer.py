@@ -15,7 +15,7 @@ from distributed.protocol.utils import host_array
 from dask_hoplite.collectives.combine import Combination, Part
 from dask_hoplite.collectives.reducer import Reducer
 from dask_hoplite.core.events import Key
-from dask_hoplite.exceptions import SourceFailedError
+from dask_hoplite.exceptions import SourceFailedError, TransferError
 from dask_hoplite.transfer.buffer import Buffer
 from dask_hoplite.transfer.layout import Layout
 from dask_hoplite.transfer.patience import patiently
@@ -76,9 +76,15 @@ class Gatherer:
             async def get(operand: Key) -> Any:
                 if operand in found:
                     return found[operand]
-                if operand in self.worker.data:
-                    return self.worker.data[operand]
-                return (await self.puller.pull(operand, nbytes[operand]))[0]
+                while operand not in self.worker.data:
+                    begun = operand in self.puller.incoming
+                    try:
+                        return (await self.puller.pull(operand, nbytes[operand]))[0]
+                    except TransferError:
+                        if not begun:
+                            raise
+                        # It was begun when things were otherwise, and so it ended.
+                return self.worker.data[operand]
 
             value = list(await asyncio.gather(*map(get, nbytes)))
         except Exception as error:

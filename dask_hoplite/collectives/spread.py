@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Awaitable, Callable, Collection, Coroutine
 from time import time
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from dask_hoplite.scheduler import Hoplite
 
 logger = logging.getLogger(__name__)
+
+#: Of recalls
+NUMBERS = itertools.count(1)
 
 
 class Spread:
@@ -40,6 +44,7 @@ class Spread:
         self.copies: set[str] = set()  #: workers that have one
         self.silent: set[str] = set()  #: that are to have one, and did not answer
         self.begun: set[str] = set()  #: that may have one, perhaps of a result that was given up
+        self.recalls: dict[str, int] = {}  #: what workers were told last to drop copies
         self.over = False  #: whether all have one that can
         self.task: asyncio.Task[None] | None = None
 
@@ -65,12 +70,11 @@ class Spread:
         """
         self.stop()
         self.copies, self.silent, self.over = set(), set(), False
-        stale = self.begun - {root}
         self.begun = self.begun.union(workers) - {root}
 
         async def one(worker: str) -> bool:
-            if worker in stale:
-                await self._clear(worker)
+            if worker in self.recalls:
+                await self._recalled(worker)
             return await bring(worker)
 
         async def all_of_them() -> None:
@@ -97,10 +101,12 @@ class Spread:
         finally:
             await stop(doing)
 
-    async def _clear(self, worker: str) -> None:
-        """Let a worker drop a copy of what was given up, and wait until it has."""
+    async def _recalled(self, worker: str) -> None:
+        """Wait until a worker has dropped its copy of what was given up."""
         try:
-            await self.hoplite.scheduler.rpc(worker).hoplite_clear(key=self.key)
+            await self.hoplite.scheduler.rpc(worker).hoplite_wait_for_recall(
+                number=self.recalls[worker]
+            )
         except OSError:
             logger.debug("Hoplite: %s left before it was told", worker)
 
@@ -133,7 +139,8 @@ class Spread:
         self.stop()
         self.copies = set()
         for worker in self.begun - {root}:
-            self.hoplite.send(worker, "hoplite-recall", key=self.key)
+            self.recalls[worker] = number = next(NUMBERS)
+            self.hoplite.send(worker, "hoplite-recall", key=self.key, number=number)
 
 
 async def answers(scheduler: Scheduler, worker: str, timeout: float) -> bool:
