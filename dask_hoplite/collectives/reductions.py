@@ -17,7 +17,7 @@ from distributed.protocol.serialize import ToPickle
 from dask_hoplite.collectives.blocks import Group
 from dask_hoplite.collectives.gatherings import Gatherings
 from dask_hoplite.collectives.reducer import result_of
-from dask_hoplite.collectives.spread import Spread, move
+from dask_hoplite.collectives.spread import Spread, answered, move
 from dask_hoplite.collectives.starting import ANNOTATION
 from dask_hoplite.core.events import (
     Combined,
@@ -418,8 +418,7 @@ class Reductions:
     async def _answer(self, run: Run, worker: str) -> None:
         echo = asyncio.ensure_future(self.scheduler.rpc(worker).echo(data="hoplite"))
         try:
-            await asyncio.wait({echo}, timeout=self.hoplite.config.stall_timeout)
-            if not echo.done():
+            if not await answered(echo, self.hoplite.config.stall_timeout):
                 self.now(run, Silent(run.key, worker))
                 if run.root == worker:
                     silent = run.plan.suspects.keys() | run.asked.keys()
