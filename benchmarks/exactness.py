@@ -35,8 +35,13 @@ from dask_hoplite.exceptions import HopliteError
 OPERANDS = 8
 WORKERS = 8
 
-#: A frozen worker that nobody can do without is removed after about so many seconds.
-SETTINGS = {"distributed.scheduler.worker-ttl": "8s", "hoplite.stall-timeout": "1s"}
+#: A frozen worker that nobody can do without is removed after about so many seconds. Workers do not
+#: look at their memory and go on by themselves when they are paused.
+SETTINGS: dict[str, Any] = {
+    "distributed.scheduler.worker-ttl": "8s",
+    "distributed.worker.memory.pause": False,
+    "hoplite.stall-timeout": "1s",
+}
 
 COLLECTIVES = (
     "reduce",

@@ -506,7 +506,8 @@ async def test_a_worker_that_retires(c, s, *workers):
     await nothing_left(s, workers)
 
 
-@hoplite_cluster()
+# Or they would go on by themselves, seeing that there is memory.
+@hoplite_cluster(worker_kwargs={"memory_limit": 0})
 async def test_a_worker_that_is_paused(c, s, *workers):
     await c.register_plugin(Hoplite())
     operands = powers(c, workers)

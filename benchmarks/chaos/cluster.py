@@ -54,7 +54,7 @@ class Member:
 class Cluster:
     """A scheduler with Hoplite, and workers that come and go; all gone at the end of the block."""
 
-    def __init__(self, logs: Path, settings: Mapping[str, str] | None = None):
+    def __init__(self, logs: Path, settings: Mapping[str, object] | None = None):
         self.logs = logs
         self.config = {**SETTINGS, **(settings or {})}
         self.members: dict[str, Member] = {}
