@@ -191,6 +191,7 @@ class Hoplite(SchedulerPlugin):
             scheduler.handlers.pop(name, None)
         lost_object.uninstall(scheduler)
         self._replace_policies(KeepWishedReplicas, lambda policy: policy.policy)
+        self.reductions.close()
         for task in self.tasks:
             task.cancel()
 

@@ -28,7 +28,7 @@ async def running(
         if workers is None:
             found = list(scheduler.running)
         else:
-            found = [_worker(scheduler, worker) for worker in workers]
+            found = [worker_named(scheduler, worker) for worker in workers]
             found = [ws for ws in found if ws.status == Status.running]
         if found:
             return found
@@ -42,8 +42,15 @@ async def running(
         await asyncio.sleep(0.05)
 
 
-def _worker(scheduler: Scheduler, worker: str) -> WorkerState:
-    address = scheduler.coerce_address(worker)
+def worker_named(scheduler: Scheduler, worker: object) -> WorkerState:
+    """The worker of an address or a name, which may be a number.
+
+    Raises
+    ------
+    ValueError
+        If there is none.
+    """
+    address = scheduler.coerce_address(str(scheduler.aliases.get(worker, worker)))
     if address not in scheduler.workers:
         raise ValueError(f"no such worker: {worker!r}")
     return scheduler.workers[address]

@@ -50,8 +50,15 @@ FLYING = ("flight", "resumed", "cancelled")
 #: States of a task that runs here
 RUNNING = ("executing", "long-running")
 
+#: Seconds for which messages are ignored that came too late
+IGNORE = 10.0
+
 #: How often a peer that is busy with small keys is asked again, and after how long (as Dask does).
 BUSY_RETRIES, BUSY_DELAY = 40, 0.15
+
+
+def ignore(**message: Any) -> None:
+    """Take in what the scheduler has said before it knew that Hoplite is not here any more."""
 
 
 class HopliteWorker(WorkerPlugin):
@@ -137,14 +144,20 @@ class HopliteWorker(WorkerPlugin):
         self.on_spill.remove(self.spilled)
         for name in self.handlers:
             worker.handlers.pop(name, None)
-        for name in self.stream_handlers:
-            worker.stream_handlers.pop(name, None)
+        # What is on its way already finds somebody: Dask gives a worker up that does not know it.
+        worker.stream_handlers.update(dict.fromkeys(self.stream_handlers, ignore))
+        asyncio.get_running_loop().call_later(IGNORE, self._ignore_no_more)
         self.arrivals.close()
         for landing in self.landing.values():
             landing.cancel()
         await self.reducer.close()
         await self.puller.close()
         self.shelf.close(ConnectionError("Hoplite was uninstalled"))
+
+    def _ignore_no_more(self) -> None:
+        for name in self.stream_handlers:
+            if self.worker.stream_handlers.get(name) is ignore:  # and not a plugin after this
+                del self.worker.stream_handlers[name]
 
     def transition(self, key: Key, start: str, finish: str, **kwargs: Any) -> None:
         """Let go of what Dask has no use for any more."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import dask
 import numpy as np
+from dask.utils import parse_timedelta
 from distributed import Client, Future, get_client
 from distributed.protocol.pickle import dumps, loads
 
@@ -32,7 +33,7 @@ def reduce(
     op: Operation = "sum",
     num_objects: int | None = None,
     root: str | None = None,
-    timeout: float | None = None,
+    timeout: float | str | None = None,
     client: Client | None = None,
     *,
     ordered: bool = False,
@@ -56,8 +57,8 @@ def reduce(
     root : str, optional
         Address or name of the worker that is to have the result. If it leaves, it is another one.
         Default: one that Dask chooses.
-    timeout : float, optional
-        Seconds after which the reduction fails if it has no result.
+    timeout : float or str, optional
+        Seconds, or such as "2 min", after which the reduction fails if it has no result.
     client : Client, optional
         Default: the current client; inside a task the worker's.
     ordered : bool
@@ -103,7 +104,7 @@ def reduce(
     >>> used = hoplite.contributors(step)  # doctest: +SKIP
     """
     client = client or get_client()
-    wish = _wish(op, num_objects, timeout, ordered)
+    wish = _wish(Op.of(op), num_objects, timeout, ordered)
     named = [] if root is None else [root]
     return client.sync(_submit, client, "reduce", futures, wish, named)
 
@@ -113,7 +114,7 @@ def allreduce(
     op: Operation = "sum",
     num_objects: int | None = None,
     workers: Collection[str] | str | None = None,
-    timeout: float | None = None,
+    timeout: float | str | None = None,
     client: Client | None = None,
     *,
     ordered: bool = False,
@@ -146,7 +147,7 @@ def allreduce(
     while it is still being formed there.
     """
     client = client or get_client()
-    wish = _wish(op, num_objects, timeout, ordered)
+    wish = _wish(Op.of(op), num_objects, timeout, ordered)
     named = _named(workers)
     wish["spread"] = "workers" if named else "contributors"
     return client.sync(_submit, client, "allreduce", futures, wish, named)
@@ -180,7 +181,7 @@ def allgather(
         As :func:`reduce`.
     """
     client = client or get_client()
-    wish = _wish(None, None, None, False)
+    wish = _wish(None)
     named = _named(workers)
     wish["spread"] = "workers" if named else "contributors"
     return client.sync(_submit, client, "allgather", futures, wish, named)
@@ -220,9 +221,7 @@ def reduce_scatter(
     each block is a reduction of its own.
     """
     client = client or get_client()
-    return client.sync(
-        _reduce_scatter, client, futures, _wish(op, None, None, False), _named(workers)
-    )
+    return client.sync(_reduce_scatter, client, futures, _wish(Op.of(op)), _named(workers))
 
 
 async def _reduce_scatter(
@@ -305,7 +304,10 @@ def _named(workers: Collection[str] | str | None) -> list[str]:
 
 
 def _wish(
-    op: Operation | None, num_objects: int | None, timeout: float | None, ordered: bool
+    op: Op | None,
+    num_objects: int | None = None,
+    timeout: float | str | None = None,
+    ordered: bool = False,
 ) -> dict[str, Any]:
     """What a reduction's task tells the scheduler, apart from its operands."""
     if num_objects is not None:
@@ -316,12 +318,22 @@ def _wish(
         num_objects = int(num_objects)
     return {
         "count": num_objects,
-        "op": None if op is None else dumps(Op.of(op)),
-        "timeout": timeout,
+        "op": None if op is None else dumps(op),
+        "timeout": None if timeout is None else _seconds(timeout),
         "ordered": ordered,
         "spread": None,
         "block": None,
     }
+
+
+def _seconds(timeout: float | str) -> float:
+    try:
+        seconds = float(parse_timedelta(timeout) if isinstance(timeout, str) else timeout)
+    except (KeyError, ValueError, TypeError):
+        seconds = -1
+    if not seconds >= 0:
+        raise ValueError(f"a timeout is a number of seconds, not {timeout!r}")
+    return seconds
 
 
 async def _submit(
@@ -385,6 +397,7 @@ async def _check_operands(client: Client, futures: list[Future], count: int) -> 
         seen.add(future.key)
     if not 1 <= count <= len(futures):
         raise ValueError(f"num_objects must be from 1 to {len(futures)}, not {count}")
+    await asyncio.sleep(0)  # what was released a moment ago is gone now
     check(client, futures)
     erred = [future for future in futures if future.status == "error"]
     if len(futures) - len(erred) < count:

@@ -47,6 +47,7 @@ from dask_hoplite.core.instructions import (
 from dask_hoplite.core.reduction import Reduction
 from dask_hoplite.exceptions import ReductionError
 from dask_hoplite.messages import encode
+from dask_hoplite.targets import worker_named
 from dask_hoplite.transfer.patience import stop
 
 if TYPE_CHECKING:
@@ -55,6 +56,12 @@ if TYPE_CHECKING:
     from dask_hoplite.scheduler import Hoplite
 
 logger = logging.getLogger(__name__)
+
+#: What begins the names of clients that hold operands
+HOLDER = "hoplite-reduction-"
+
+#: Seconds in which a client that has asked for operands to be held asks for their reduction
+HOLD = 30.0
 
 
 class Run:
@@ -259,6 +266,10 @@ class Reductions:
             self.hoplite.spawn(self._release(client))
 
     async def _release(self, client: str) -> None:
+        self._let_go(client)
+
+    def _let_go(self, client: str) -> None:
+        """Hold operands for a reduction no longer."""
         if (state := self.scheduler.clients.get(client)) is not None:
             keys = [ts.key for ts in state.wants_what]
             self.scheduler.client_releases_keys(keys=keys, client=client)
@@ -288,6 +299,13 @@ class Reductions:
         self.gatherings.restart()
         for run in list(self.runs.values()):
             self._end(run)
+
+    def close(self) -> None:
+        """Hoplite is uninstalled: what is under way is left to Dask."""
+        self.restart()
+        for client in list(self.scheduler.clients):
+            if client.startswith(HOLDER):
+                self._let_go(client)
 
     def task_to_msg(self, ts: TaskState, message: dict[str, Any]) -> None:
         """Change what a worker gets to do: not to fetch the operands, but to wait."""
@@ -525,17 +543,18 @@ class Reductions:
         ValueError
             If there is no such worker.
         """
-        addresses = []
-        for worker in workers:
-            address = self.scheduler.coerce_address(worker)
-            if address not in self.scheduler.workers:
-                raise ValueError(f"no such worker: {worker!r}")
-            addresses.append(address)
+        addresses = [worker_named(self.scheduler, worker).address for worker in workers]
         missing = [operand for operand in operands if operand not in self.scheduler.tasks]
         if operands and not missing:
             self.scheduler.client_desires_keys(keys=list(operands), client=holder(key))
+            asyncio.get_running_loop().call_later(HOLD, self._expire, key)
         busy = bool(self.scheduler._active_graph_updates)
         return {"missing": missing, "busy": busy, "addresses": addresses}
+
+    def _expire(self, key: Key) -> None:
+        """Hold nothing for a client that has not gone on to ask for its reduction."""
+        if key not in self.scheduler.tasks:
+            self._let_go(holder(key))
 
     async def contributors_of(self, key: Key) -> tuple[Key, ...] | None:
         """The operands that went into a result."""
@@ -548,4 +567,4 @@ class Reductions:
 
 def holder(key: Key) -> str:
     """As which client operands are held for a reduction."""
-    return f"hoplite-reduction-{key}"
+    return f"{HOLDER}{key}"

@@ -42,7 +42,8 @@ class Ring(Sum):
         assert signature is not None
         self.signature = signature
         members, index = self.told.ring, self.told.index
-        dtypes = accumulators(signature, op)
+        with self.naming():
+            dtypes = accumulators(signature, op)
         operands = [prepare(arrays, dtypes) for arrays in own]
         if len(operands) > 1:
             operands = [await self.reducer.offload(self._sum, op, operands)]

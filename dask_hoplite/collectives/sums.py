@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import logging
 import pickle
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
@@ -25,6 +27,7 @@ from dask_hoplite.collectives.operands import (
     accumulators,
     as_bytes,
     block_of,
+    bounds,
     check,
     flatten,
     prepare,
@@ -66,6 +69,13 @@ WHOLE = "whole"
 def stream_key(key: Key, node: int) -> tuple[str, Key, int]:
     """The name of a sum on the wire."""
     return ("hoplite-sum", key, node)
+
+
+class OperationFailedError(Exception):
+    """What an operation has raised, whatever that is. Leaves nobody."""
+
+    def __init__(self, error: BaseException):
+        self.error = error
 
 
 class Conflict(Exception):
@@ -115,7 +125,8 @@ class Sum:
         self.inputs: list[Buffer | None] = [None] * len(told.sources)
         self.out: Buffer | None = None
         self.combination: Combination | None = None
-        self.signature: Signature | None = None
+        self.signature: Signature | None = None  # of whole operands, also if a block is taken
+        self.whose: Key = told.operands[0] if told.operands else self.key  # an operand of that
         self.into: list[np.ndarray] = []
         self.mirrored: Buffer | None = None  # the result as Dask lays it out, if it grows
         self.shared: SharedBuffer | None = None  # where the sum is, if others can map it
@@ -138,9 +149,10 @@ class Sum:
             self._tell(Promoted, conflict.common)
         except (KeyError, OSError) as error:
             self._tell(Missing, f"{type(error).__name__}: {error}")
+        except OperationFailedError as failed:
+            self._unfit(failed.error)
         except Exception as error:
-            logger.info("Hoplite: %r cannot be made here", self.key, exc_info=error)
-            self._tell(Unfit, f"{type(error).__name__}: {error}", _pickled(error))
+            self._unfit(error)
         finally:
             await stop(watching)
             if self.combination is not None:
@@ -148,6 +160,10 @@ class Sum:
 
     def _tell(self, kind: Callable[..., ReductionEvent], *details: Any) -> None:
         self.reducer.report(kind(self.key, self.reducer.address, self.told.node, *details))
+
+    def _unfit(self, error: BaseException) -> None:
+        logger.info("Hoplite: %r cannot be made here", self.key, exc_info=error)
+        self._tell(Unfit, f"{type(error).__name__}: {error}", _pickled(error))
 
     def _done(self) -> None:
         self._tell(Combined, monotonic() - self.begun, self.out.nbytes if self.out else 0)
@@ -187,8 +203,6 @@ class Sum:
         told = self.told
         op: Op = loads(self.terms.how)
         values = [self.reducer.worker.data[key] for key in told.operands]
-        if self.terms.block is not None:
-            values = [block_of(value, *self.terms.block[:2]) for value in values]
         common = pickle.loads(told.common) if told.common else None
         if op.ufunc is None or common == WHOLE:
             await self._make_whole(op, values)
@@ -216,10 +230,7 @@ class Sum:
         """
         signature, own, first = common, [], self.key
         for key, value in zip(self.told.operands, values, strict=True):
-            try:
-                mine, arrays = flatten(value)
-            except OperandError as error:
-                raise OperandError(f"{key!r}: {error}") from error
+            mine, arrays = _flat(key, value)
             own.append(arrays)
             if signature is None:
                 signature, first = mine, key
@@ -236,10 +247,37 @@ class Sum:
         if theirs == WHOLE:
             raise Conflict(WHOLE)
         ours = self.signature
+        self._match(key, theirs)
         if ours is not None and ours != theirs:
-            check(self.told.operands[0] if self.told.operands else self.key, ours, key, theirs)
             raise Conflict(promote(ours, theirs))
         return theirs  # type: ignore[no-any-return]
+
+    def _match(self, key: Key, signature: Signature) -> None:
+        """See that an operand goes together with those that were seen before."""
+        if self.signature is None:
+            self.signature, self.whose = signature, key
+        else:
+            check(self.whose, self.signature, key, signature)
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Name an operand in what is said of it."""
+        try:
+            yield
+        except OperandError as error:
+            raise OperandError(f"{self.whose!r}: {error}") from error
+
+    def _cut(
+        self, signature: Signature, own: list[list[np.ndarray]]
+    ) -> tuple[Signature, list[list[np.ndarray]]]:
+        """What is combined here of operands: all, or a block."""
+        if self.terms.block is None:
+            return signature, own
+        number, blocks = self.terms.block[:2]
+        return signature.block(number, blocks), [
+            [array[slice(*bounds(len(array), blocks)[number])] for array in arrays]
+            for arrays in own
+        ]
 
     async def _make_stream(
         self, op: Op, signature: Signature | None, own: list[list[np.ndarray]]
@@ -253,25 +291,29 @@ class Sum:
         if not self.combination.complete:  # what came in an event loop's thread, or was here
             await self.reducer.offload(self.combination.advance)
         self._finish()
+        if not self.entry.buffer.done():
+            assert self.out is not None
+            self.entry.buffer.set_result(self.out)
         if told.count and self.mirrored is not None:
             # What is written to this one, others must not see.
             await self._hand_over(load(self.mirrored.layout, self.mirrored.own_frames()))
         elif told.count:
-            await self._hand_over(
-                unflatten(self.signature, prepare(self.into, results(self.signature, op)))
-            )
+            cut, _ = self._cut(self.signature, [])
+            await self._hand_over(unflatten(cut, prepare(self.into, results(cut, op))))
 
     def _lay_out(self, op: Op, signature: Signature, own: list[list[np.ndarray]]) -> None:
         """Make room for the sum, and serve it while it grows."""
         told = self.told
         self.signature = signature
-        dtypes = accumulators(signature, op)
+        with self.naming():
+            cut, own = self._cut(signature, own)
+            dtypes = accumulators(signature, op)
         operands = [prepare(arrays, dtypes) for arrays in own]
         as_it_is = len(operands) == 1 and not told.sources and not told.count
         if as_it_is:
             self.into = operands[0]
         else:
-            self.into = self._room(signature, dtypes, op)
+            self.into = self._room(cut, dtypes, op)
         frames = [as_bytes(array) for array in self.into]
         layout = self.layout(signature, frames)
         for index in range(len(told.sources)):
@@ -296,7 +338,8 @@ class Sum:
             mirror = Mirror(self.out, self.mirrored)
             mirror.follow()
             self.serving.buffer.set_result(self.mirrored)
-        self.entry.buffer.set_result(self.out)
+        if self.out.nbytes:  # or it would be complete before it is known whether operands match
+            self.entry.buffer.set_result(self.out)
 
     def _combine(self, op: Op, parts: list[Part]) -> None:
         """Combine whatever comes."""
@@ -310,9 +353,8 @@ class Sum:
 
     def layout(self, signature: Signature, frames: list[memoryview]) -> Layout:
         """How a sum goes over the wire. Each is a serialisation of its own."""
-        whose = self.told.operands[0] if self.told.operands else self.key
         lengths = tuple(frame.nbytes for frame in frames)
-        return Layout(uuid.uuid4().hex, dumps((signature, whose)), lengths)
+        return Layout(uuid.uuid4().hex, dumps((signature, self.whose)), lengths)
 
     def _room(self, signature: Signature, dtypes: tuple[np.dtype, ...], op: Op) -> list[np.ndarray]:
         """Memory for the sum: where others of this host can map it, if there are any."""
@@ -472,16 +514,25 @@ class Sum:
     # Whole objects
 
     async def _make_whole(self, op: Op, values: list[Any]) -> None:
-        told, offload = self.told, self.reducer.offload
+        told, offload, block = self.told, self.reducer.offload, self.terms.block
+        if op.ufunc is not None or block is not None:
+            for key, value in zip(told.operands, values, strict=True):
+                self._match(key, _flat(key, value)[0])
+        if block is not None:
+            with self.naming():
+                values = [block_of(value, *block[:2]) for value in values]
         sources = range(len(told.sources))
         others = await asyncio.gather(*map(self._take_whole, sources))
-        every = [*others, *values]
-        value = every[0] if len(every) == 1 else await offload(functools.reduce, op.whole, every)
+        if not others and (told.count or len(values) > 1):
+            # An operation may write to its first argument, and who has the result may, too.
+            values[0] = await offload(copy.deepcopy, values[0])
+        with self.naming():
+            value = await offload(_fold, op, [*others, *values])
         if told.count:
             await self._hand_over(value)
         else:
             layout, frames = await offload(dump, value)
-            header = pickle.dumps((WHOLE, layout.header))
+            header = dumps((WHOLE, (layout.header, self.signature, self.whose)))
             layout = Layout(layout.identity, header, layout.lengths)
             self.out = Buffer(layout, frames)
             self.entry.buffer.set_result(self.out)
@@ -492,9 +543,12 @@ class Sum:
 
         def begin(layout: Layout, handle: Any) -> Buffer:
             nonlocal header
-            kind, header = pickle.loads(layout.header)
+            kind, details = pickle.loads(layout.header)
             if kind != WHOLE:
                 raise Conflict(WHOLE)
+            header, signature, key = details
+            if signature is not None:
+                self._match(key, signature)
             self.reducer.puller.check(self.key, layout.nbytes)
             shared = handle is not None
             buffer = self.inputs[index] = (
@@ -519,8 +573,27 @@ def _typed(frame: memoryview, dtype: np.dtype) -> np.ndarray:
     return np.frombuffer(frame, "u1").view(dtype) if frame.nbytes else np.empty(0, dtype)
 
 
-def _pickled(error: Exception) -> bytes:
+def _flat(key: Key, value: Any) -> tuple[Signature, list[np.ndarray]]:
+    """Take an operand apart."""
     try:
+        return flatten(value)
+    except OperandError as error:
+        raise OperandError(f"{key!r}: {error}") from error
+
+
+def _fold(op: Op, values: list[Any]) -> Any:
+    try:
+        return functools.reduce(op.whole, values)
+    except OperandError:
+        raise
+    except BaseException as error:
+        raise OperationFailedError(error) from error
+
+
+def _pickled(error: BaseException) -> bytes:
+    try:
+        if not isinstance(error, Exception) or isinstance(error, StopIteration):
+            raise TypeError("asyncio makes something else of it")
         pickled = dumps(error)
         loads(pickled)
     except Exception:
