@@ -701,3 +701,279 @@ def test_a_synchronous_client(loop):
             lambda key, dask_scheduler: dask_scheduler.tasks[key].annotations, everywhere.key
         )
         assert annotations["purpose"] == "training" and annotations["priority"] == 5
+
+
+# On several workers
+
+
+def apart(s, workers, latency=1e-6):
+    """Let workers seem to be on a host each, where rings pay; return what is sent to them."""
+    side = plugin(s)
+    for i, w in enumerate(workers):
+        side.directory.hosts[w.address] = f"host-{i}"
+    side.directory.cost.latency = latency
+    sent = []
+    send = side.send
+
+    def note(worker, op, **message):
+        sent.append((op, message))
+        send(worker, op, **message)
+
+    side.send = note
+    return sent
+
+
+def rings(sent):
+    return [m["combine"]["ring"] for op, m in sent if op == "hoplite-combine"]
+
+
+@pytest.mark.parametrize("way", ["ring", "tree", "one host"])
+@pytest.mark.parametrize("size", [1, 1000, 100_000, 700_001])
+@hoplite_cluster()
+async def test_allreduce(c, s, *workers, way, size):
+    await c.register_plugin(Hoplite())
+    sent = []
+    if way != "one host":
+        sent = apart(s, workers, 1e-6 if way == "ring" else 0.1)
+    futures = put(c, powers(6, size), workers)
+    await wait(futures)
+    for op, want in (("sum", 63), ("max", 32), ("mean", 10.5)):
+        got = await hoplite.allreduce(futures, op, client=c)
+        assert same(await got, np.full(size, want))
+        assert holders(s, got) == {w.address for w in workers}
+        assert len(await hoplite.contributors(got, client=c)) == 6
+        for _ in range(2):
+            s.extensions["amm"].run_once()
+        await c.submit(int, 1, pure=False)
+        assert len(holders(s, got)) == 4, "the copies stay"
+        if size * 8 > 1000:
+            first = workers[0].data[got.key]
+            first[:] = -1
+            assert all(same(w.data[got.key], np.full(size, want)) for w in workers[1:])
+    if sent and size == 700_001:
+        assert all(rings(sent)) == (way == "ring")
+    sums = [c.submit(np.sum, futures[0], workers=[w.address], pure=False) for w in workers]
+    assert await c.gather(sums) == [size] * 4
+    del futures, got, sums
+    await nothing_left(s, workers)
+
+
+@pytest.mark.parametrize("way", ["ring", "one host"])
+@hoplite_cluster()
+async def test_allreduce_of_structures_in_a_ring(c, s, *workers, way):
+    await c.register_plugin(Hoplite())
+    if way == "ring":
+        apart(s, workers)
+    values = [
+        {
+            "w": np.arange(30_000.0).reshape(300, 100) + i,
+            "b": [np.full(7, i, "f4"), 2 * i],
+            "n": None,
+        }
+        for i in range(4)
+    ]
+    futures = put(c, values, workers)
+    await wait(futures)
+    got = await hoplite.allreduce(futures, client=c)
+    assert same(await got, expected_sum(values))
+    mixed = put(c, [x.astype("f4" if i % 2 else "f8") for i, x in enumerate(powers(4))], workers)
+    await wait(mixed)
+    got = await hoplite.allreduce(mixed, client=c)
+    assert same(await got, np.full(20_000, 15.0))
+
+
+@hoplite_cluster()
+async def test_allreduce_to_named_workers(c, s, *workers):
+    await c.register_plugin(Hoplite())
+    futures = put(c, powers(3), workers[:3])
+    for names in ([workers[3].address], [workers[2].name, workers[3].address], workers[1].address):
+        got = await hoplite.allreduce(futures, workers=names, client=c)
+        assert same(await got, np.full(20_000, 7))
+        if isinstance(names, str):
+            names = [names]
+        wanted = {w.address for w in workers if w.address in names or w.name in names}
+        assert holders(s, got) == wanted
+        s.extensions["amm"].run_once()
+        await c.submit(int, 1, pure=False)
+        assert holders(s, got) == wanted
+
+
+@pytest.mark.parametrize("call", [hoplite.allreduce, hoplite.allgather])
+@hoplite_cluster()
+async def test_consumers_on_all_workers(c, s, *workers, call):
+    """Asked for before there is anything; each takes its own worker's copy."""
+    await c.register_plugin(Hoplite())
+    futures = [
+        c.submit(when, "go", x, workers=[w.address], pure=False)
+        for x, w in zip(powers(4), workers, strict=True)
+    ]
+    everywhere = await call(futures, client=c)
+    used = [c.submit(np.sum, everywhere, workers=[w.address], pure=False) for w in workers]
+    await Event("go", client=c).set()
+    assert await c.gather(used) == [15 * 20_000] * 4
+    moved = [t for t in await hoplite.transfers(client=c) if t["key"] == everywhere.key]
+    assert len(moved) <= 4
+    del futures, everywhere, used
+    await nothing_left(s, workers)
+
+
+@pytest.mark.parametrize("way", ["ring", "one host"])
+@pytest.mark.parametrize("size", [1, 1000, 300_001])
+@hoplite_cluster()
+async def test_allgather(c, s, *workers, way, size):
+    await c.register_plugin(Hoplite())
+    if way == "ring":
+        apart(s, workers)
+    values = powers(7, size)
+    futures = put(c, values, workers)
+    futures = futures[::-1]
+    got = await hoplite.allgather(futures, client=c)
+    assert same(await got, values[::-1]), "in the order given"
+    assert holders(s, got) == {w.address for w in workers}
+    for _ in range(2):
+        s.extensions["amm"].run_once()
+    await c.submit(int, 1, pure=False)
+    assert holders(s, got) == {w.address for w in workers}
+    for w in workers:
+        assert same(w.data[got.key], values[::-1])
+    some = await hoplite.allgather(futures[:3], workers=[workers[0].name], client=c)
+    assert same(await some, values[::-1][:3])
+    assert holders(s, some) == {workers[0].address}
+    del futures, got, some
+    await nothing_left(s, workers)
+
+
+@pytest.mark.parametrize("way", ["ring", "one host"])
+@hoplite_cluster()
+async def test_allgather_of_anything(c, s, *workers, way):
+    await c.register_plugin(Hoplite())
+    if way == "ring":
+        apart(s, workers)
+    values = ["text", None, {"a": [1, 2]}, b"x" * 5000, np.zeros(0), 3.5, Counter("abc"), [[]]]
+    futures = put(c, values, workers)
+    await wait(futures)
+    got = await hoplite.allgather(futures, client=c)
+    assert same(await got, values)
+    [alone] = put(c, [np.ones(3000)], workers)
+    assert same(await (await hoplite.allgather([alone], client=c)), [np.ones(3000)])
+
+
+@hoplite_cluster()
+async def test_allgather_that_is_lost(c, s, *workers):
+    await c.register_plugin(Hoplite())
+    values = powers(3)
+    futures = put(c, values, workers[:3], allow_other_workers=True)
+    got = await hoplite.allgather(futures, workers=[workers[3].address], client=c)
+    await wait(got)
+    del futures
+    await workers[3].close()
+    assert same(await got, values), "and its operands were kept for that"
+
+
+def blocks_of(values, count):
+    return np.array_split(np.add.reduce(values), count)
+
+
+@pytest.mark.parametrize("way", ["ring", "one host"])
+@pytest.mark.parametrize("shape", [(4000,), (4001, 3), (1003, 7, 2), (3, 900), (1, 2000), (0, 5)])
+@hoplite_cluster()
+async def test_reduce_scatter(c, s, *workers, way, shape):
+    await c.register_plugin(Hoplite())
+    sent = apart(s, workers) if way == "ring" else []
+    values = [np.random.default_rng(i).integers(0, 99, shape) for i in range(4)]
+    futures = put(c, values, workers)
+    blocks = await hoplite.reduce_scatter(futures, client=c)
+    assert len(blocks) == 4
+    for block, want, w in zip(blocks, blocks_of(values, 4), workers, strict=True):
+        assert same(await block, want)
+        assert holders(s, block) == {w.address}
+        assert len(await hoplite.contributors(block, client=c)) == 4
+    if sent and len(np.ravel(values[0])) > 10_000:
+        assert rings(sent) == [4] * 4
+    more = await hoplite.reduce_scatter(
+        put(c, values * 2, workers), "mean", workers=[w.name for w in workers[1::-1]], client=c
+    )
+    want = np.array_split(np.mean(values, axis=0), 2)
+    assert [holders(s, b) for b in more if await wait(b)] == [
+        {workers[1].address},
+        {workers[0].address},
+    ]
+    assert all(map(same, await c.gather(more), want))
+    del futures, blocks, block, more
+    await nothing_left(s, workers)
+
+
+@pytest.mark.parametrize("way", ["ring", "one host"])
+@hoplite_cluster()
+async def test_reduce_scatter_of_structures(c, s, *workers, way):
+    await c.register_plugin(Hoplite())
+    if way == "ring":
+        apart(s, workers)
+    values = [
+        {"w": np.arange(30_000.0).reshape(300, 100) + i, "b": (np.arange(7) * i, None)}
+        for i in range(4)
+    ]
+    futures = put(c, values, workers)
+    blocks = await c.gather(await hoplite.reduce_scatter(futures, client=c))
+    total = expected_sum(values)
+    ws, bs = np.array_split(total["w"], 4), np.array_split(total["b"][0], 4)
+    for block, w, b in zip(blocks, ws, bs, strict=True):
+        assert same(block, {"w": w, "b": (b, None)})
+    blocks = await c.gather(
+        await hoplite.reduce_scatter(put(c, powers(4), workers), maximum, client=c)
+    )
+    assert same(np.concatenate(blocks), np.full(20_000, 8))
+
+
+def maximum(a, b):
+    return np.maximum(a, b)
+
+
+@pytest.mark.parametrize("way", ["ring", "one host"])
+@hoplite_cluster()
+async def test_a_block_that_is_not_wanted_any_more(c, s, *workers, way):
+    await c.register_plugin(Hoplite())
+    if way == "ring":
+        apart(s, workers)
+    futures = put(c, powers(4, 400_000), workers)
+    await wait(futures)
+    for dropped in range(4):
+        blocks = await hoplite.reduce_scatter(futures, client=c)
+        del blocks[dropped]
+        for block in await c.gather(blocks):
+            assert same(block, np.full(100_000, 15))
+        del block
+    del blocks, futures
+    await nothing_left(s, workers)
+
+
+@pytest.mark.parametrize("way", ["ring", "one host"])
+@hoplite_cluster()
+async def test_a_block_that_is_lost(c, s, *workers, way):
+    await c.register_plugin(Hoplite())
+    if way == "ring":
+        apart(s, workers)
+    futures = put(c, powers(4, 40_000), workers, allow_other_workers=True)
+    blocks = await hoplite.reduce_scatter(futures, client=c)
+    await wait(blocks)
+    del futures
+    await workers[1].close()
+    assert all(same(block, np.full(10_000, 15)) for block in await c.gather(blocks))
+    del blocks
+    await nothing_left(s, [workers[0], *workers[2:]])
+
+
+@hoplite_cluster()
+async def test_results_of_whole_objects_are_nobody_elses(c, s, *workers):
+    await c.register_plugin(Hoplite())
+    for places in (workers, workers[:1]):
+        for count in (1, 3):
+            values = [[i, np.full(3000, i)] for i in range(count)]
+            futures = put(c, values, places)
+            for call in (hoplite.reduce, hoplite.allreduce):
+                got = await call(futures, operator.add, client=c)
+                await got
+                for w in workers:
+                    if got.key in w.data:
+                        w.data[got.key][1][:] = -1
+                assert same(await c.gather(futures), values)

@@ -700,6 +700,14 @@ def test_a_push_feeds_others():
     assert story.want("b1") == "a1"
 
 
+def test_a_push_of_which_the_receiver_does_not_know_yet():
+    story = Story("a1 b1 c1")
+    story.ask(Pushed("x", "a1", NBYTES, "reduction", ahead=True))
+    assert story.ask(Wanted("x", "b1", NBYTES)).early
+    story.progress("a1", 10)
+    assert not story.ask(Wanted("x", "c1", NBYTES)).early
+
+
 def test_a_push_that_fails_leaves_nothing():
     story = Story("a1")
     story.ask(Pushed("x", "a1", NBYTES, "client"))

@@ -385,7 +385,7 @@ class Reductions:
             self._recall(run)
         if told.count and run.spreads and not told.ring:
             nbytes = self.size(run)
-            pushed = Pushed(run.key, told.worker, nbytes, "reduction")
+            pushed = Pushed(run.key, told.worker, nbytes, "reduction", ahead=True)
             [pull] = self.hoplite.handle(pushed)
             assert isinstance(pull, Pull)
             serve = pull.epoch

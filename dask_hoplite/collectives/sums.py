@@ -205,6 +205,8 @@ class Sum:
         values = [self.reducer.worker.data[key] for key in told.operands]
         common = pickle.loads(told.common) if told.common else None
         if op.ufunc is None or common == WHOLE:
+            if told.ring:  # whole objects cannot go round
+                raise Conflict(WHOLE)
             await self._make_whole(op, values)
             return
         signature, own = self._flatten(values, common)

@@ -173,6 +173,7 @@ class Directory:
     def _pushed(self, event: Pushed) -> list[Instruction]:
         tree = self._tree(event.key, event.nbytes)
         transfer = self._begin(tree, event.receiver)
+        transfer.ahead = event.ahead
         return [self._connect(tree, transfer, Choice(event.origin, 0, "pushed from outside"))]
 
     @_handle.register

@@ -46,12 +46,16 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
-    """Somebody outside the cluster (a client, the scheduler) starts to push to a worker."""
+    """Somebody outside the cluster (a client, the scheduler) starts to push to a worker.
+
+    ``ahead``: the worker does not know yet that it gets it.
+    """
 
     key: Key
     receiver: str
     nbytes: int
     origin: str
+    ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
