@@ -68,10 +68,11 @@ class Problem:
         layers = (self.width, self.width)
         how = {"solver": "sgd", "learning_rate_init": 0.1, "batch_size": 50, "random_state": 0}
         model = MLPClassifier(layers, max_iter=self.EPOCHS, **how)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # it has not converged
+        with warnings.catch_warnings(record=True) as said:  # also that it has not converged
+            warnings.simplefilter("always")
             model.fit(self.x, self.y)
-        if model.n_iter_ < self.EPOCHS:  # scikit-learn takes Ctrl-C for the end of the fit
+        # Scikit-learn takes Ctrl-C for the end of the fit, and only the warning always tells.
+        if any("interrupted" in str(warning.message) for warning in said):
             raise KeyboardInterrupt
         pairs = zip(model.coefs_, model.intercepts_, strict=True)
         self.weights: Weights = [array for pair in pairs for array in pair]
