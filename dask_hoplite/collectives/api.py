@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import uuid
 from collections.abc import Callable, Collection, Iterable
+from numbers import Real
 from time import monotonic
 from typing import Any
 
@@ -15,7 +17,7 @@ from distributed import Client, Future, get_client
 from distributed.protocol.pickle import dumps, loads
 
 from dask_hoplite.client import check, extension
-from dask_hoplite.collectives.operands import Op, block_of, combine_here
+from dask_hoplite.collectives.operands import Op, block_of, combine_here, weigh
 from dask_hoplite.collectives.starting import ANNOTATION
 from dask_hoplite.exceptions import NotInstalledError, TransferError
 
@@ -37,6 +39,7 @@ def reduce(
     client: Client | None = None,
     *,
     ordered: bool = False,
+    weights: Iterable[float] | None = None,
 ) -> Any:
     """Combine the values of futures to one, on the way from worker to worker.
 
@@ -58,13 +61,17 @@ def reduce(
         Address or name of the worker that is to have the result. If it leaves, it is another one.
         Default: one that Dask chooses.
     timeout : float or str, optional
-        Seconds, or such as "2 min", after which the reduction fails if it has no result.
+        Seconds, or such as "2 minutes", after which the reduction fails if it has no result.
     client : Client, optional
         Default: the current client; inside a task the worker's.
     ordered : bool
         Combine the operands in the order given, each with the sum of those before it, wherever
         they are: equal bits each time, also of floating-point numbers. May cross the network more
         often.
+    weights : iterable of float, optional
+        One finite real number for each of the futures. Each operand is multiplied by its own, where
+        it is, before it is combined: whatever ``num_objects`` leaves out, and whatever is computed
+        again, each keeps its weight. The operands themselves stay as they are.
 
     Returns
     -------
@@ -77,9 +84,11 @@ def reduce(
     ------
     ValueError
         If there are no operands, one comes twice or is of another client; if ``num_objects`` is not
-        from 1 to their number; if there is no such operation or worker.
+        from 1 to their number; if there is no such operation or worker; if ``weights`` are not as
+        many as operands, or one is not finite.
     TypeError
-        If ``op`` is nothing that combines two values, or an operand is no future.
+        If ``op`` is nothing that combines two values, or an operand is no future; if there are
+        ``weights``, and one is no real number or ``op`` is not of NumPy.
     CancelledError
         If an operand was released or cancelled.
     NotInstalledError
@@ -95,16 +104,21 @@ def reduce(
 
     Operands are combined in the order in which they become ready, those of one worker first, then
     those of one host. Sums go on block by block while they are formed (Hoplite, SIGCOMM 2021,
-    section 3.4). The result has the dtype that ``ufunc.reduce`` gives.
+    section 3.4). The result has the dtype that ``ufunc.reduce`` gives; with weights, that of
+    operands that were multiplied by a Python float: ``float32`` stays what it is, integers become
+    ``float64``. A "mean" of those is their sum divided by their number, not by the sum of weights.
+    What cannot be weighted (times, Python's objects) fails with an ``OperandError``.
 
     Examples
     --------
     >>> gradients = client.map(gradient, batches)  # doctest: +SKIP
     >>> step = hoplite.reduce(gradients, "mean", num_objects=4)  # doctest: +SKIP
     >>> used = hoplite.contributors(step)  # doctest: +SKIP
+    >>> fair = [1 / (1 + staleness) for staleness in ages]  # doctest: +SKIP
+    >>> step = hoplite.reduce(gradients, num_objects=4, weights=fair)  # doctest: +SKIP
     """
     client = client or get_client()
-    wish = _wish(Op.of(op), num_objects, timeout, ordered)
+    wish = _wish(Op.of(op), num_objects, timeout, ordered, weights)
     named = [] if root is None else [root]
     return client.sync(_submit, client, "reduce", futures, wish, named)
 
@@ -118,12 +132,13 @@ def allreduce(
     client: Client | None = None,
     *,
     ordered: bool = False,
+    weights: Iterable[float] | None = None,
 ) -> Any:
     """Combine the values of futures to one that is on every worker that contributed.
 
     Parameters
     ----------
-    futures, op, num_objects, timeout, client, ordered
+    futures, op, num_objects, timeout, client, ordered, weights
         As for :func:`reduce`.
     workers : collection of str, optional
         Addresses or names of the workers that are to have the result. Default: those that
@@ -147,7 +162,7 @@ def allreduce(
     while it is still being formed there.
     """
     client = client or get_client()
-    wish = _wish(Op.of(op), num_objects, timeout, ordered)
+    wish = _wish(Op.of(op), num_objects, timeout, ordered, weights)
     named = _named(workers)
     wish["spread"] = "workers" if named else "contributors"
     return client.sync(_submit, client, "allreduce", futures, wish, named)
@@ -308,6 +323,7 @@ def _wish(
     num_objects: int | None = None,
     timeout: float | str | None = None,
     ordered: bool = False,
+    weights: Iterable[float] | None = None,
 ) -> dict[str, Any]:
     """What a reduction's task tells the scheduler, apart from its operands."""
     if num_objects is not None:
@@ -316,14 +332,29 @@ def _wish(
         if isinstance(num_objects, bool) or not isinstance(num_objects, int | np.integer):
             raise TypeError(f"num_objects is a number of operands, not {num_objects!r}")
         num_objects = int(num_objects)
+    if weights is not None and op is not None and op.ufunc is None:
+        raise TypeError(f"weights are for numbers, and {op.name} may combine anything")
     return {
         "count": num_objects,
         "op": None if op is None else dumps(op),
         "timeout": None if timeout is None else _seconds(timeout),
         "ordered": ordered,
+        "weights": None if weights is None else [_weight(weight) for weight in weights],
         "spread": None,
         "block": None,
     }
+
+
+def _weight(weight: Any) -> float:
+    if not isinstance(weight, Real):
+        raise TypeError(f"a weight is a real number, not {weight!r}")
+    try:
+        number = float(weight)
+    except OverflowError:  # an integer beyond all floats
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"a weight is a finite number, not {weight!r}")
+    return number
 
 
 def _seconds(timeout: float | str) -> float:
@@ -348,6 +379,10 @@ async def _submit(
     await _check_operands(client, futures, wish["count"])
     key = f"{name}-{uuid.uuid4().hex}"
     wish["operands"] = [future.key for future in futures]
+    if (weights := wish["weights"]) is not None:  # by key, as it is not known which will be taken
+        if len(weights) != len(futures):
+            raise ValueError(f"there are {len(weights)} weights for {len(futures)} operands")
+        wish["weights"] = dict(zip(wish["operands"], weights, strict=True))
     addresses: list[str] = []
     if some or named:
         held = wish["operands"] if some else []
@@ -377,6 +412,7 @@ def _task(
             combine_plainly,
             wish["op"],
             wish["block"],
+            None if wish["weights"] is None else list(wish["weights"].values()),
             *futures,
             key=key,
             pure=False,
@@ -404,7 +440,12 @@ async def _check_operands(client: Client, futures: list[Future], count: int) -> 
         await erred[0]  # raises what the task raised
 
 
-def combine_plainly(op: bytes | None, block: tuple[Any, ...] | None, *operands: Any) -> Any:
+def combine_plainly(
+    op: bytes | None,
+    block: tuple[Any, ...] | None,
+    weights: list[float] | None,
+    *operands: Any,
+) -> Any:
     """What the task of a reduction does if Hoplite was uninstalled before it ran."""
     if not operands:
         raise NotInstalledError("Hoplite was uninstalled before this reduction had a result")
@@ -412,4 +453,6 @@ def combine_plainly(op: bytes | None, block: tuple[Any, ...] | None, *operands: 
         return list(operands)
     if block is not None:
         operands = tuple(block_of(operand, *block[:2]) for operand in operands)
+    if weights is not None:
+        operands = tuple(map(weigh, operands, weights))
     return combine_here(loads(op), operands)

@@ -303,6 +303,26 @@ def block_of(value: Any, number: int, blocks: int) -> Any:
     return unflatten(cut, pieces)
 
 
+def weigh(value: Any, weight: float) -> Any:
+    """A value, multiplied by a number: a new one, as NumPy makes it of a Python float.
+
+    Raises
+    ------
+    OperandError
+        If it has a leaf that is no number, or none that NumPy has a dtype for.
+    """
+    signature, arrays = flatten(value)
+    weighed = []
+    for path, array in zip(signature.paths, arrays, strict=True):
+        if array.dtype.kind not in "biufc":
+            raise OperandError(f"{_at(path)} of dtype {array.dtype} cannot have a weight")
+        # Said, since before NumPy 2 it depends on whether there are dimensions
+        dtype = np.dtype(float) if array.dtype.kind in "biu" else array.dtype.newbyteorder("=")
+        with np.errstate(all="ignore"):
+            weighed.append(np.multiply(array, weight, dtype=dtype))
+    return unflatten(signature, weighed)
+
+
 def _block(tree: Tree, path: str, number: int, blocks: int) -> Tree:
     if isinstance(tree, Branch):
         pairs = zip(tree.steps, tree.children, strict=True)

@@ -389,6 +389,7 @@ class Reductions:
             [pull] = self.hoplite.handle(pushed)
             assert isinstance(pull, Pull)
             serve = pull.epoch
+        weights = run.wish["weights"]
         self.hoplite.send(
             told.worker,
             "hoplite-combine",
@@ -400,6 +401,7 @@ class Reductions:
                 "shares_host": directory.crowds[directory.hosts.get(told.worker, "")] > 1,
                 "block": run.wish["block"],
                 "order": order,
+                "weights": weights and [weights[operand] for operand in told.operands],
             },
         )
         run.workers.add(told.worker)

@@ -9,7 +9,7 @@ import logging
 import pickle
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
@@ -35,6 +35,7 @@ from dask_hoplite.collectives.operands import (
     results,
     streamable,
     unflatten,
+    weigh,
 )
 from dask_hoplite.core.events import (
     Abandoned,
@@ -103,6 +104,8 @@ class Terms:
         Take one of so many blocks of each operand, along its first axis.
     order : list of int, optional
         Which block each member of a ring is to have, if not all of the result.
+    weights : list of float, optional
+        With what each operand of the sum is to be multiplied first.
     """
 
     how: bytes
@@ -111,6 +114,7 @@ class Terms:
     shares_host: bool = False
     block: tuple[int, int] | None = None
     order: list[int] | None = None
+    weights: list[float] | None = None
 
 
 class Sum:
@@ -203,6 +207,8 @@ class Sum:
         told = self.told
         op: Op = loads(self.terms.how)
         values = [self.reducer.worker.data[key] for key in told.operands]
+        if self.terms.weights is not None:
+            values = await self.reducer.offload(self._weigh, values, self.terms.weights)
         common = pickle.loads(told.common) if told.common else None
         if op.ufunc is None or common == WHOLE:
             if told.ring:  # whole objects cannot go round
@@ -217,6 +223,13 @@ class Sum:
         else:
             await self._make_stream(op, signature, own)
             self._done()
+
+    def _weigh(self, values: list[Any], weights: list[float]) -> list[Any]:
+        weighed = []
+        for key, value, weight in zip(self.told.operands, values, weights, strict=True):
+            with _naming(key):
+                weighed.append(weigh(value, weight))
+        return weighed
 
     def _flatten(
         self, values: list[Any], common: Signature | None
@@ -261,13 +274,9 @@ class Sum:
         else:
             check(self.whose, self.signature, key, signature)
 
-    @contextmanager
-    def naming(self) -> Iterator[None]:
+    def naming(self) -> AbstractContextManager[None]:
         """Name an operand in what is said of it."""
-        try:
-            yield
-        except OperandError as error:
-            raise OperandError(f"{self.whose!r}: {error}") from error
+        return _naming(self.whose)
 
     def _cut(
         self, signature: Signature, own: list[list[np.ndarray]]
@@ -577,8 +586,14 @@ def _typed(frame: memoryview, dtype: np.dtype) -> np.ndarray:
 
 def _flat(key: Key, value: Any) -> tuple[Signature, list[np.ndarray]]:
     """Take an operand apart."""
-    try:
+    with _naming(key):
         return flatten(value)
+
+
+@contextmanager
+def _naming(key: Key) -> Iterator[None]:
+    try:
+        yield
     except OperandError as error:
         raise OperandError(f"{key!r}: {error}") from error
 
