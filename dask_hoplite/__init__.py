@@ -16,6 +16,7 @@ from dask_hoplite.collectives.api import (
 )
 from dask_hoplite.collectives.operands import OperandError
 from dask_hoplite.exceptions import (
+    EnsembleError,
     HopliteError,
     NotInstalledError,
     ObjectLostError,
@@ -26,6 +27,7 @@ from dask_hoplite.exceptions import (
 from dask_hoplite.scheduler import Hoplite
 
 __all__ = [
+    "EnsembleError",
     "Hoplite",
     "HopliteError",
     "NotInstalledError",

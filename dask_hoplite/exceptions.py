@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from concurrent.futures import CancelledError
 
 
@@ -71,6 +71,30 @@ class ReductionError(HopliteError):
 
     def __str__(self) -> str:
         return f"{self.key!r}: {self.reason}"
+
+
+class EnsembleError(HopliteError):
+    """Too few models of an ensemble have answered a query.
+
+    Parameters
+    ----------
+    failed : mapping of hashable to str
+        By name, why a model has not.
+    count : int
+        How many could have been in the answer.
+    quorum : int
+        How many it takes.
+    """
+
+    def __init__(self, failed: Mapping[Hashable, str], count: int, quorum: int):
+        self.failed = dict(failed)
+        self.count = count
+        self.quorum = quorum
+        super().__init__(self.failed, count, quorum)
+
+    def __str__(self) -> str:
+        why = "; ".join(f"{name!r}: {reason}" for name, reason in self.failed.items())
+        return f"{self.count} models are left, and an answer takes {self.quorum}: {why}"
 
 
 class SourceFailedError(OSError):
