@@ -17,7 +17,7 @@ import math
 import uuid
 from collections import deque
 from collections.abc import Callable, Coroutine, Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
@@ -27,15 +27,11 @@ from distributed import Client, Future, get_client
 
 from dask_hoplite.client import check, extension
 from dask_hoplite.collectives.api import Operation, contributors, reduce
+from dask_hoplite.collectives.members import Members, Query, error_of, settled
 from dask_hoplite.collectives.operands import Op
-from dask_hoplite.exceptions import EnsembleError, NotInstalledError
 
 #: Ways to combine that are a sum, and then the index of the largest along the last axis
 CHOICES = ("argmax", "vote")
-
-#: Seconds after which a query that is not answered looks where the models are: who holds a future
-#: is not told when that is moved.
-LOOK = 0.2
 
 #: Answers whose seconds are remembered
 HISTORY = 10_000
@@ -61,49 +57,6 @@ class Answer:
     models: tuple[Hashable, ...]
     seconds: float
     failed: dict[Hashable, str]
-
-
-@dataclass
-class _Query:
-    """A query that is under way."""
-
-    asked: Any  # the query, or its future
-    deadline: float
-    seconds: float  # that it may take
-    places: dict[Hashable, str] = field(default_factory=dict)  # where models were asked
-    predictions: dict[Hashable, Future] = field(default_factory=dict)
-    failed: dict[Hashable, str] = field(default_factory=dict)
-    cause: BaseException | None = None
-
-    @property
-    def left(self) -> float | None:
-        """Seconds that it may still take; None if there is no end."""
-        return None if self.deadline == math.inf else max(self.deadline - monotonic(), 0)
-
-    @property
-    def over(self) -> bool:
-        """Whether its time is up."""
-        return self.left == 0
-
-    @property
-    def patience(self) -> float:
-        """Seconds after which to look whether something has changed."""
-        return min(LOOK, self.left or LOOK)
-
-    def check(self, quorum: int) -> None:
-        """See that there are enough models."""
-        if len(self.places) < quorum:
-            raise EnsembleError(self.failed, len(self.places), quorum) from self.cause
-
-    def drop(self, name: Hashable, reason: str, cause: BaseException | None = None) -> None:
-        """Go on without a model."""
-        place = self.places.pop(name, None)
-        where = "" if place is None else f" on {place}"
-        why = f"{type(cause).__name__}: {cause}" if cause is not None else reason
-        self.failed[name] = why + where
-        self.cause = self.cause or cause
-        if (prediction := self.predictions.pop(name, None)) is not None:
-            prediction.release()
 
 
 class Ensemble:
@@ -133,10 +86,12 @@ class Ensemble:
     A query is handed out while it arrives; a future, from where it is. Queries do not wait for each
     other, but a worker makes one prediction after the other for each of its threads.
 
-    A model is left out as long as it is not in memory: lost with its worker, it is back when Dask
-    has computed it again, which it can if it was given as the future of a task. A query that is
-    under way is answered by those that are left. A model that was too late for one query is asked
-    again when its worker has answered that it is not frozen, or if there are too few others.
+    The first query waits until all models are there. From then on, a model is left out as long as
+    it is not in memory: lost with its worker, it is back when Dask has computed it again, which it
+    can if it was given as the future of a task. A query that is under way is answered by those that
+    are left. A model that was too late for one query is asked again when its worker has answered
+    that it is not frozen, or if there are too few others. A worker that freezes is noticed by a
+    ``timeout`` or ``num_objects`` only.
 
     With an asynchronous client, methods return awaitables; use ``async with``.
     """
@@ -169,13 +124,8 @@ class Ensemble:
         self.quorum = quorum
         self.timeout = math.inf if timeout is None else timeout
         self.names = tuple(named)
-        self._given = named
         self._function = predict
-        self._models: dict[Hashable, Future] = {}
-        self._places: dict[Hashable, str] = {}
-        self._located = -math.inf
-        self._late: dict[Hashable, tuple[str, Future]] = {}  # worker, and what it has to answer
-        self._starting: asyncio.Task[None] | None = None
+        self.members = Members(self.client, named, quorum)
         self._running: set[asyncio.Task[Any]] = set()
         self._seconds: deque[float] = deque(maxlen=HISTORY)
         self._closed = False
@@ -247,70 +197,7 @@ class Ensemble:
             task.cancel()
         while self._running:
             await asyncio.wait(self._running)
-        for _, echo in self._late.values():
-            echo.release()
-        self._late, self._models, self._given = {}, {}, {}
-
-    # Where the models are
-
-    async def _start(self) -> None:
-        """Wait for all models, once."""
-        await extension(self.client)
-        values = {n: model for n, model in self._given.items() if not isinstance(model, Future)}
-        keys = {name: f"model-{uuid.uuid4().hex}" for name in values}
-        if values:
-            entered = await self.client._scatter({keys[name]: values[name] for name in values})
-            self._given |= {name: entered[key] for name, key in keys.items()}
-        self._models = {name: self._given[name] for name in self.names}
-        await asyncio.gather(*(_wait(model) for model in self._models.values()))
-
-    async def _locate(self) -> None:
-        """Ask where the models are."""
-        keys = [model.key for model in self._models.values()]
-        located = await self.client.scheduler.hoplite_locate(keys=keys)
-        if located is None:
-            raise NotInstalledError("the scheduler has no Hoplite any more")
-        self._located = monotonic()
-        before, self._places = self._places, {}
-        for name, model in self._models.items():
-            if model.key in located:
-                _, holders = located[model.key]
-                stays = before.get(name) in holders
-                self._places[name] = before[name] if stays else min(holders)
-
-    async def _find(self, query: _Query) -> None:
-        """Find the models that can be asked; wait for some if there are too few."""
-        if self._starting is None or (self._starting.done() and not self._models):
-            self._starting = self._beside(self._start())
-        await asyncio.wait({self._starting}, timeout=query.left)
-        if self._starting.done():
-            self._starting.result()
-        while True:
-            there = {name for name, model in self._models.items() if model.status == "finished"}
-            if not there <= self._places.keys():
-                await self._locate()
-            query.places = {name: self._places[name] for name in self.names if name in there}
-            coming = [m for m in self._models.values() if m.status in ("pending", "lost")]
-            if len(query.places) >= self.quorum or not coming or query.over:
-                break
-            await asyncio.sleep(query.patience)
-        for name, model in self._models.items():
-            if name not in query.places:
-                query.drop(name, "it is not in memory", _error(model))
-        if self._late and monotonic() - self._located >= LOOK:
-            await self._locate()
-        self._leave_out_the_late(query)
-        query.check(self.quorum)
-
-    def _leave_out_the_late(self, query: _Query) -> None:
-        """Do not ask workers that may be frozen, if there are others."""
-        for name, (place, echo) in list(self._late.items()):
-            if echo.done() or self._places.get(name) != place:
-                del self._late[name]
-                echo.release()
-        if len(query.places.keys() - self._late.keys()) >= self.quorum:
-            for name in query.places.keys() & self._late.keys():
-                query.drop(name, "it was too late before, and has not answered since")
+        self.members.close()
 
     # A query
 
@@ -325,43 +212,44 @@ class Ensemble:
 
     async def _run(self, asked: Any) -> Answer:
         begun = monotonic()
-        query = _Query(asked, begun + self.timeout, self.timeout)
-        entering: asyncio.Task[Any] | None = None
+        query = Query(asked, begun + self.timeout, self.timeout)
         try:
-            await self._find(query)
+            await self.members.find(query)
             if not isinstance(asked, Future):
-                entering = await self._enter(query)
+                await self._enter(query)
             for name in query.places:
                 self._ask(query, name)
             value, names = await self._combine(query)
             seconds = monotonic() - begun
             self._seconds.append(seconds)
-            return Answer(value, names, seconds, query.failed)
+            self._sort_out(query)
+            failed = {name: why for name, why in query.failed.items() if name not in names}
+            return Answer(value, names, seconds, failed)
         finally:
-            for prediction in query.predictions.values():
-                prediction.release()
-            if entering is not None:  # some may have no copy yet, and need none any more
-                entering.cancel()
-                query.asked.release()
+            query.close()
 
-    async def _enter(self, query: _Query) -> asyncio.Task[Any] | None:
+    async def _enter(self, query: Query) -> None:
         """Send a large query to all workers that have models, until the first has it."""
         if sizeof(query.asked) < (await extension(self.client)).min_size:
-            return None  # it is a part of the tasks
+            return  # it is a part of the tasks
         key = f"query-{uuid.uuid4().hex}"
         value, query.asked = query.asked, Future(key, self.client)
         while True:
             places = set(query.places.values())
-            entering = self._beside(self._scatter({key: value}, places))
-            entered = asyncio.ensure_future(_wait(query.asked))  # the scheduler tells
+            query.entering = self._beside(self._scatter({key: value}, places))
+            entered = asyncio.ensure_future(settled(query.asked))  # the scheduler tells
             try:
-                await asyncio.wait({entering, entered}, return_when=asyncio.FIRST_COMPLETED)
-                if entering.done():
-                    await entering
-                return entering
-            except ValueError:
-                await self._locate()  # a worker has left: that we have not heard of it
-                await self._find(query)
+                both = {query.entering, entered}
+                await asyncio.wait(both, timeout=query.left, return_when=asyncio.FIRST_COMPLETED)
+                if query.entering.done():
+                    await query.entering
+                elif not entered.done():
+                    self.members.give_up_late(query)
+                    query.check(self.quorum)
+                return
+            except ValueError:  # a worker has left, and we had not heard of it
+                await self.members.locate()
+                await self.members.find(query)
                 if places == set(query.places.values()):
                     raise
             finally:
@@ -370,20 +258,20 @@ class Ensemble:
     async def _scatter(self, values: dict[str, Any], places: set[str]) -> None:
         await self.client._scatter(values, workers=list(places), broadcast=True)
 
-    def _ask(self, query: _Query, name: Hashable) -> None:
+    def _ask(self, query: Query, name: Hashable) -> None:
         """Let a model predict, where it is."""
         query.predictions[name] = self.client.submit(
             _predict,
             self._function,
             self.combine == "vote",
-            self._models[name],
+            self.members.models[name],
             query.asked,
             key=f"prediction-{uuid.uuid4().hex}",
             workers=[query.places[name]],
             pure=False,
         )
 
-    async def _combine(self, query: _Query) -> tuple[Any, tuple[Hashable, ...]]:
+    async def _combine(self, query: Query) -> tuple[Any, tuple[Hashable, ...]]:
         """Combine predictions; with those that are left, whenever some cannot come."""
         while True:
             query.check(self.quorum)
@@ -406,29 +294,28 @@ class Ensemble:
             finally:
                 if total is not None:
                     total.release()  # this ends who gets it, too
-                del taken, total
 
     async def _get(
         self, total: Future, taken: dict[Hashable, Future], some: int | None
     ) -> tuple[Any, tuple[Hashable, ...]]:
         """A result, and the names of those that are in it."""
-        value = await self.client._gather(total)
+        # Clients gather for several at a time: if we are cancelled, others must not be
+        value = await asyncio.shield(asyncio.ensure_future(self.client._gather(total)))
         if some is None:
             return value, tuple(taken)
         used = {future.key for future in await contributors(total, client=self.client)}
         return value, tuple(name for name in taken if taken[name].key in used)
 
-    async def _persist(self, query: _Query, getting: asyncio.Task[Any]) -> bool:
+    async def _persist(self, query: Query, getting: asyncio.Task[Any]) -> bool:
         """Wait for a result. If it cannot come as things are, change them, and return False."""
         while not getting.done():
             await asyncio.wait({getting}, timeout=query.patience)
             if getting.done():
                 break
-            if monotonic() - self._located >= LOOK:
-                await self._locate()
+            await self.members.look()
             before = set(query.predictions.values())
             for name, prediction in list(query.predictions.items()):
-                place = self._places.get(name)
+                place = self.members.places.get(name)
                 if prediction.status == "finished" or place == query.places[name]:
                     continue
                 if place is None:
@@ -437,29 +324,18 @@ class Ensemble:
                     query.places[name] = place
                     prediction.release()
                     self._ask(query, name)
-            if query.over:
-                self._give_up_late(query)
+            if query.left == 0:
+                self.members.give_up_late(query)
             if set(query.predictions.values()) != before:
                 return False
         return True
 
-    def _give_up_late(self, query: _Query) -> None:
-        """Time is up: go on with what is there. That has as much time to be combined."""
-        late = [n for n, future in query.predictions.items() if future.status != "finished"]
-        for name in late or list(query.predictions):
-            place = query.places[name]
-            query.drop(name, f"it was not there within {query.seconds} s")
-            if name not in self._late:
-                echo = self.client.submit(_echo, workers=[place], pure=False)
-                self._late[name] = place, echo
-        query.deadline += query.seconds
-
-    def _sort_out(self, query: _Query) -> bool:
+    def _sort_out(self, query: Query) -> bool:
         """Drop models that have failed; return whether there are any."""
         before = len(query.predictions)
         for name, prediction in list(query.predictions.items()):
             if prediction.status in ("error", "cancelled", "lost"):
-                query.drop(name, "it was lost", _error(prediction))
+                query.drop(name, "it was lost", error_of(prediction))
         return len(query.predictions) < before
 
     def _beside(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -481,18 +357,3 @@ def _predict(function: Callable[[Any, Any], Any] | None, vote: bool, model: Any,
         return said
     scores = np.asarray(said)
     return (np.arange(scores.shape[-1]) == scores.argmax(-1)[..., None]).astype(np.int64)
-
-
-def _echo() -> None:
-    """What a worker that was late has to answer."""
-
-
-def _error(future: Future) -> BaseException | None:
-    """What a task has raised."""
-    assert future._state is not None
-    return future._state.exception if future.status == "error" else None
-
-
-async def _wait(future: Future) -> None:
-    assert future._state is not None
-    await future._state.wait()
