@@ -4,6 +4,7 @@ python -m benchmarks lab              on emulated hosts whose network is the lim
 python -m benchmarks loopback         on this machine as it is
 python -m benchmarks arrivals         reductions whose operands become ready one by one (needs root)
 python -m benchmarks degrees          reductions by trees of given degrees (needs root)
+python -m benchmarks uses             asynchronous SGD and what else it is for (needs root)
 python -m benchmarks peers            what Gloo and Open MPI need for the same (needs root)
 python -m benchmarks faults           what becomes of a broadcast when a host fails (needs root)
 python -m benchmarks tls              an object of more than 2 GiB on a TLS cluster
@@ -40,6 +41,7 @@ from benchmarks.laboratory import Laboratory, LaboratoryError, why_not
 from benchmarks.measure import Comparison, Record
 from benchmarks.operations import OPS
 from benchmarks.side import EFFECTS
+from benchmarks.uses import STEPS, USES
 
 OPS_WITHOUT_NETWORK = ["tasks", "graph", "scatter", "replicate", "gather-task", "gather-client"]
 OPS_WITHOUT_NETWORK += COLLECTIVES
@@ -105,6 +107,16 @@ def main() -> None:
     add_sizes(shapes, ["64KiB", "1MiB", "32MiB"])
     shapes.add_argument("--reps", type=int, default=5)
     shapes.set_defaults(run=run_degrees)
+
+    uses = commands.add_parser(
+        "uses",
+        parents=[common, hosts],
+        help="asynchronous SGD and what else it is for, on emulated hosts",
+    )
+    uses.add_argument("--ops", nargs="+", choices=USES, default=list(USES))
+    add_sizes(uses, ["16MiB"])
+    uses.add_argument("--reps", type=int, default=3)
+    uses.set_defaults(run=run_uses, slow_reps=1, later=0)
 
     others = commands.add_parser(
         "peers", parents=[hosts], help="Gloo and Open MPI, on emulated hosts"
@@ -268,6 +280,13 @@ def run_arrivals(args: argparse.Namespace) -> None:
             header = report.header(title=title, interval=args.interval, late=args.late, **about)
             records = kept(path, header, comparison.arrivals(cases, args.size))
     show_ops(path, title, records)
+
+
+def run_uses(args: argparse.Namespace) -> None:
+    """Compare what goes on step by step."""
+    with laboratory(args) as (lab, about):
+        title = f"{STEPS} steps, {args.hosts} hosts, {payload(about)}"
+        compare_ops(args, lab, title, about, goodput=about["goodput"])
 
 
 def run_degrees(args: argparse.Namespace) -> None:

@@ -38,13 +38,14 @@ class Agent:
         self.workload = WORKLOADS[op](self.client, nbytes, self.hoplite, **how)
         self.workload.prepare()
 
-    def run(self) -> dict[str, float | None]:
+    def run(self) -> dict[str, Any]:
         """Do the operation: the seconds that it took and the number of copies that it left."""
         start = time.perf_counter()
         self.workload.run()
         end = time.perf_counter()
         copies = self.copies()
-        return {"seconds": end - self.workload.since(start), "copies": copies}
+        seconds = end - self.workload.since(start)
+        return {"seconds": seconds, "copies": copies, **self.workload.figures()}
 
     def copies(self) -> int | None:
         """Count the copies there are now, if the operation is one that makes copies."""

@@ -55,6 +55,10 @@ class Workload:
         """When the clock started, by `time.perf_counter`, if ``run`` was called at a moment."""
         return begun
 
+    def figures(self) -> dict[str, object]:
+        """What else is to be noted of a run."""
+        return {}
+
     def correct(self) -> bool:
         """Whether the values have arrived where they should, unchanged."""
         raise NotImplementedError

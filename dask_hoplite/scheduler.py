@@ -43,7 +43,9 @@ from dask_hoplite.core.instructions import Cancel, Instruction
 from dask_hoplite.core.wishes import Wishes
 from dask_hoplite.exceptions import ObjectLostError
 from dask_hoplite.messages import decode, encode
+from dask_hoplite.presence import Presence
 from dask_hoplite.puts import Puts
+from dask_hoplite.settled import settle
 from dask_hoplite.targets import fits
 from dask_hoplite.transfer.relay import relay
 from dask_hoplite.transfer.serve import NoReply
@@ -119,6 +121,7 @@ class Hoplite(SchedulerPlugin):
         self.losses: dict[Key, dict[str, str]] = {}  # where last copies were, and what happened
         self.tasks: set[asyncio.Task[Any]] = set()
         self.reductions = Reductions(self, scheduler)
+        self.presence = Presence(scheduler)
         self._reset()
         for address in scheduler.workers:
             self.add_worker(scheduler, address)
@@ -149,6 +152,9 @@ class Hoplite(SchedulerPlugin):
             "hoplite_hold": self.reductions.hold,
             "hoplite_contributors": self.reductions.contributors_of,
             "hoplite_locate": self.locate,
+            "hoplite_keep": self.keep,
+            "hoplite_settle": self.settle,
+            "hoplite_workers": self.presence.workers,
             "hoplite_relay": self.relay,
             "hoplite_transfers": self.transfers,
             "hoplite_status": self.status,
@@ -192,6 +198,7 @@ class Hoplite(SchedulerPlugin):
         lost_object.uninstall(scheduler)
         self._replace_policies(KeepWishedReplicas, lambda policy: policy.policy)
         self.reductions.close()
+        self.presence.change()  # nobody waits for more
         for task in self.tasks:
             task.cancel()
 
@@ -231,11 +238,13 @@ class Hoplite(SchedulerPlugin):
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         """Count a worker in."""
         self.handle(WorkerJoined(worker, scheduler.workers[worker].host))
+        self.presence.change()
         self.fulfil(self.wishes.of(worker))
 
     def worker_status_change(self, worker: str, **kwargs: Any) -> None:
         """In place of Dask's handler: who runs, again or at last, gets what is meant for it."""
         self.plain_status_change(worker=worker, **kwargs)
+        self.presence.change()
         self.fulfil(self.wishes.of(worker))
 
     def remove_worker(
@@ -243,6 +252,7 @@ class Hoplite(SchedulerPlugin):
     ) -> None:
         """Count a worker out. Those that it fed are told when they next ask."""
         self.handle(WorkerLeft(worker))
+        self.presence.change()
         self.reductions.worker_left(worker)
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
@@ -441,6 +451,15 @@ class Hoplite(SchedulerPlugin):
             if ts is not None and ts.who_has and not ts.actor:
                 found[key] = (ts.nbytes, [ws.address for ws in ts.who_has])
         return found
+
+    async def keep(self, key: Key, worker: str) -> None:
+        """Keep a copy of an object on a worker, where Dask may see no use for it at the moment."""
+        if key in self.scheduler.tasks:
+            self.wishes.add(key, [worker])
+
+    async def settle(self, key: Key) -> bool:
+        """Forget how a result was made. See :func:`~dask_hoplite.settled.settle`."""
+        return settle(self.scheduler, key)
 
     async def transfers(self) -> list[dict[str, Any]]:
         """See :func:`dask_hoplite.transfers`."""

@@ -1,0 +1,242 @@
+"""Trainings with a server: one worker has the parameters."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection
+from functools import partial
+from time import monotonic
+from typing import Any
+
+from distributed import Future
+
+from dask_hoplite.collectives import api as collectives
+from dask_hoplite.exceptions import HopliteError
+from dask_hoplite.sgd import work
+from dask_hoplite.sgd.rules import Rule
+from dask_hoplite.sgd.step import GradientError, Step, TrainingError
+from dask_hoplite.sgd.training import State, Training, loss_of
+from dask_hoplite.transfer.patience import stop
+
+logger = logging.getLogger(__name__)
+
+#: Updates go before gradients that wait for a thread on the same worker
+PRIORITY = 10
+
+
+class ServedTraining(Training):
+    """One worker, the server, has the parameters."""
+
+    server: str
+    reserved = False  #: whether it is for nothing else
+
+    def aside(self) -> list[str]:
+        """The server, if it does nothing else."""
+        return [self.server] if self.reserved else []
+
+    async def work(self) -> None:
+        """Make all steps: the next sum is under way while the parameters go out, and the step
+        before is told."""
+        telling: asyncio.Task[None] | None = None
+        pending: list[tuple[Future, int]] = []  # totals that are not applied yet
+        began = monotonic()
+        try:
+            while self.plan.steps is None or self.number < self.plan.first + self.plan.steps:
+                totals, told = await self._first()
+                number, version = self.number, self.state.version
+                self.number += 1
+                used = [self.take(worker) for worker in told]
+                staleness = tuple(version - one.version for one in used)
+                reporting = self.submit(work.report, *totals, worker=self.server)
+                pending.append((totals[0], len(used)))
+                if self.rule.gathers:
+                    self._update(number, totals, len(used))
+                    pending.clear()
+                elif self.rule.applies(number):
+                    futures, counts = zip(*pending, strict=True)
+                    self._update(number, list(futures), sum(counts))
+                    pending.clear()
+                elif len(pending) > 1:
+                    futures, counts = zip(*pending, strict=True)
+                    both = self.submit(work.add, *futures, worker=self.server)
+                    pending = [(both, sum(counts))]
+                for one in used:
+                    if one.worker in self.present and one.worker in self.shares.workers:
+                        self.ask(one.worker, self.state)
+                now = monotonic()
+                step = partial(
+                    Step,
+                    number=number,
+                    contributors=tuple(one.worker for one in used),
+                    staleness=staleness,
+                    nbytes=self.nbytes,
+                    seconds=now - began,
+                    parameters=self.state.parameters,
+                )
+                began = now
+                del totals, used
+                if telling is not None:
+                    await telling
+                telling = self._spawn(self._tell(step, reporting, self.state))
+                del reporting, step
+            if telling is not None:
+                await telling
+        except HopliteError:
+            if telling is not None:  # the step before is made, in any case
+                await telling
+            raise
+        finally:
+            self.previous = None
+
+    previous: State | None = None  #: what there is if the server is lost
+
+    def _update(self, number: int, totals: list[Future], count: int) -> None:
+        """Let the server apply totals."""
+        state, rule, server = self.state, self.rule, self.server
+        if len(totals) > 1 and not rule.gathers:
+            totals = [self.submit(work.add, *totals, worker=server, priority=PRIORITY)]
+        new = self.submit(
+            work.update,
+            rule,
+            number,
+            count,
+            state.parameters,
+            state.memory,
+            *totals,
+            worker=server,
+            name="parameters" if state.memory is None else "update",
+            priority=PRIORITY,
+        )
+        memory = None
+        if state.memory is not None:
+            new, memory = (
+                self.submit(work.item, new, index, worker=server, name=name, priority=PRIORITY)
+                for index, name in enumerate(("parameters", "memory"))
+            )
+            self._spawn(self.settle(memory, server))
+        self._spawn(self.settle(new, server))
+        self.previous, self.state = state, State(state.version + 1, new, memory)
+
+    async def _tell(self, step: Any, reporting: Future, state: State) -> None:
+        loss = await loss_of(self.client, reporting)
+        del reporting
+        await self.tell(step(loss=loss), state)
+
+    # The first that are ready
+
+    async def _first(self) -> tuple[list[Future], list[str]]:
+        """The sum of the first contributions that are ready, or all of them; and whose they are."""
+        while True:
+            await self.somebody()
+            if self.server not in self.present:
+                await self._move()
+                continue
+            found = await (self._gathered() if self.rule.gathers else self._reduced())
+            if found is not None:
+                return found
+
+    async def _gathered(self) -> tuple[list[Future], list[str]] | None:
+        deadline, what = self.step_deadline()
+        while len(self.finished) < min(self.plan.num_objects, len(self.contributions)):
+            await self.something(deadline, what)
+            if not self.contributions or self.server not in self.present:
+                return None
+        told = list(self.finished)[: self.plan.num_objects]
+        return [self.contributions[worker].future for worker in told], told
+
+    async def _reduced(self) -> tuple[list[Future], list[str]] | None:
+        """The sum, as soon as it is there; None if another one must be asked for."""
+        asked = dict(self.contributions)
+        count = min(self.plan.num_objects, len(asked))
+        weights = None
+        if type(self.rule).weight is not Rule.weight:
+            now = self.state.version
+            weights = [self.rule.weight(now - one.version) for one in asked.values()]
+        more: dict[str, Any] = {} if weights is None else {"weights": weights}
+        try:
+            total: Future = await collectives.reduce(
+                [one.future for one in asked.values()],
+                num_objects=count,
+                root=self.server,
+                client=self.client,
+                **more,
+            )
+        except (HopliteError, ValueError, asyncio.CancelledError) as error:
+            await self._again(error)
+            return None
+        assert total._state is not None
+        waiting = asyncio.ensure_future(total._state.wait())
+        waiting.add_done_callback(lambda _: self.alarm.set())
+        deadline, what = self.step_deadline()
+        try:
+            while not waiting.done():
+                await self.something(deadline, what)
+                able = [w for w, one in asked.items() if self.contributions.get(w) is one]
+                if not waiting.done() and (self.server not in self.present or len(able) < count):
+                    return None
+        finally:
+            await stop(waiting)
+        if total.status != "finished":
+            await self._again(await total._exception() if total.status == "error" else None)
+            return None
+        keys = await self.client.scheduler.hoplite_contributors(key=total.key)
+        owners = {one.future.key: worker for worker, one in asked.items()}
+        told = [owners[key] for key in keys or () if key in owners]
+        if any(self.contributions.get(worker) is not asked[worker] for worker in told):
+            # One of them has left since; what it has contributed is in the sum, and counts.
+            for worker in told:
+                self.contributions.setdefault(worker, asked[worker])
+        return [total], told
+
+    async def _again(self, error: BaseException | None) -> None:
+        """A sum could not be made: if that is for a reason that passes, wait for that."""
+        if self.failure is not None:
+            raise self.failure
+        lost = [one for one in self.contributions.values() if one.future.status == "error"]
+        for one in lost:
+            failed = await one.future._exception()
+            if isinstance(failed, GradientError):
+                raise failed
+        logger.info("Hoplite: a sum is asked for again: %s", error)
+        self.failures += 1
+        if self.failures > len(self.present) + 3:
+            raise TrainingError(self.number, f"there is no sum of gradients: {error}")
+
+    failures = 0
+
+    # A server that leaves
+
+    async def _move(self) -> None:
+        """Choose another server, with the newest parameters that there are."""
+        candidates = [state for state in (self.state, self.previous) if state is not None]
+        located = await self.client.scheduler.hoplite_locate(
+            keys=[state.parameters.key for state in candidates]
+        )
+        for state in candidates:
+            _, holders = located.get(state.parameters.key, (0, ()))
+            there = [worker for worker in holders if worker in self.present]
+            if there:
+                break
+        else:
+            at = self.last.step.number
+            raise TrainingError(
+                self.number,
+                f"the server, {self.server}, left with the only copy of the parameters; "
+                f"those of step {at} may be in a checkpoint",
+            )
+        self.server = server_among(self.present, self.shares.workers)
+        logger.warning("Hoplite: %s is the server now", self.server)
+        if state.memory is not None:
+            memory = self.submit(work.begin, self.rule, state.parameters, worker=self.server)
+            state = State(state.version, state.parameters, memory)
+        self.state, self.previous = state, None
+        for worker, one in list(self.contributions.items()):
+            if one.version > state.version:  # of parameters that never were
+                self.drop(worker)
+        self.follow_workers()
+
+
+def server_among(present: Collection[str], busy: Collection[str]) -> str:
+    """A worker for the parameters: one that has nothing else to do, if there is one."""
+    return min(present, key=lambda worker: (worker in busy, worker))
