@@ -5,6 +5,7 @@ python -m benchmarks loopback         on this machine as it is
 python -m benchmarks arrivals         reductions whose operands become ready one by one (needs root)
 python -m benchmarks degrees          reductions by trees of given degrees (needs root)
 python -m benchmarks uses             asynchronous SGD and what else it is for (needs root)
+python -m benchmarks disturbed        the same when a worker fails, or is slow (needs root)
 python -m benchmarks peers            what Gloo and Open MPI need for the same (needs root)
 python -m benchmarks faults           what becomes of a broadcast when a host fails (needs root)
 python -m benchmarks tls              an object of more than 2 GiB on a TLS cluster
@@ -32,7 +33,7 @@ from pathlib import Path
 from dask.utils import format_bytes, parse_bytes
 from rich.console import Console
 
-from benchmarks import churn, dask_tests, faults, memory, peers, report, tls
+from benchmarks import churn, dask_tests, disturbed, faults, memory, peers, report, tls
 from benchmarks.chaos.run import add_command as add_chaos
 from benchmarks.cluster import SYSTEMS, Cluster, Loopback, Place
 from benchmarks.collectives import COLLECTIVES, degrees
@@ -117,6 +118,17 @@ def main() -> None:
     add_sizes(uses, ["16MiB"])
     uses.add_argument("--reps", type=int, default=3)
     uses.set_defaults(run=run_uses, slow_reps=1, later=0)
+
+    fails = commands.add_parser(
+        "disturbed",
+        parents=[common, hosts],
+        help="the same while a worker fails, or is slow, on emulated hosts",
+    )
+    fails.add_argument("--ops", nargs="+", choices=USES, default=["async-sgd", "ensemble"])
+    fails.add_argument("--cases", nargs="+", choices=disturbed.CASES, default=disturbed.CASES)
+    fails.add_argument("--size", type=parse_bytes, default=parse_bytes("16MiB"))
+    fails.add_argument("--reps", type=int, default=1)
+    fails.set_defaults(run=run_disturbed, systems=["hoplite"])
 
     others = commands.add_parser(
         "peers", parents=[hosts], help="Gloo and Open MPI, on emulated hosts"
@@ -287,6 +299,26 @@ def run_uses(args: argparse.Namespace) -> None:
     with laboratory(args) as (lab, about):
         title = f"{STEPS} steps, {args.hosts} hosts, {payload(about)}"
         compare_ops(args, lab, title, about, goodput=about["goodput"])
+
+
+def run_disturbed(args: argparse.Namespace) -> None:
+    """Let a worker fail, or be slow."""
+    with laboratory(args) as (lab, about):
+        path = new_file(args)
+        with clusters(args, lab, path) as all_clusters:
+            header = report.header(title="disturbed", **about)
+            records = disturbed.run(
+                lab,
+                all_clusters,
+                args.ops,
+                list(args.cases),
+                args.size,
+                args.reps,
+                about["goodput"],
+                args.timeout,
+            )
+            kept(path, header, records, report.stages_line)
+    console.print(f"{path}", soft_wrap=True)
 
 
 def run_degrees(args: argparse.Namespace) -> None:

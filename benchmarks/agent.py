@@ -47,6 +47,15 @@ class Agent:
         seconds = end - self.workload.since(start)
         return {"seconds": seconds, "copies": copies, **self.workload.figures()}
 
+    def advance(self, count: int) -> list[float]:
+        """Make some steps of an operation: the seconds of each."""
+        self.workload.advance(count)  # type: ignore[union-attr]
+        return self.workload.seconds  # type: ignore[union-attr]
+
+    def figures(self) -> dict[str, Any]:
+        """What else there is to note."""
+        return self.workload.figures()
+
     def copies(self) -> int | None:
         """Count the copies there are now, if the operation is one that makes copies."""
         return self.workload.copies() if self.workload.makes_copies else None

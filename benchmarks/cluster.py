@@ -105,9 +105,19 @@ class Cluster:
             command += ["--preload", "dask_hoplite"]
         self._spawn("scheduler", command, "scheduler")
         for index in range(self.workers):
-            host = index // self.per_host
-            command = [*self._python("worker", host), "--no-nanny", "--name", str(index)]
-            self._spawn(host, [*command, *self.options, self.scheduler], f"worker-{index}")
+            self._start_worker(index)
+
+    def _start_worker(self, index: int) -> subprocess.Popen:
+        host = index // self.per_host
+        command = [*self._python("worker", host), "--no-nanny", "--name", str(index)]
+        return self._spawn(host, [*command, *self.options, self.scheduler], f"worker-{index}")
+
+    def replace(self, index: int) -> None:
+        """Start a worker in place of one that has ended, or is about to."""
+        self.worker(index).wait(30)
+        process = self._start_worker(index)
+        self._processes.remove(process)
+        self._processes[1 + index] = process
 
     def stop(self) -> None:
         """End all processes."""

@@ -12,6 +12,7 @@ from functools import partial
 from benchmarks.cluster import ClientError, ClientTimeout, Cluster
 from benchmarks.laboratory import Laboratory
 from benchmarks.operations import WORKLOADS
+from benchmarks.uses import USES
 
 #: In these, plain Dask's memory manager drops copies while others are being made, so that a single
 #: repetition can take minutes.
@@ -51,12 +52,13 @@ class Comparison:
     def ops(self, ops: list[str], sizes: list[int]) -> Iterator[Record]:
         """Measure operations; a record is yielded as soon as it is there."""
         for op in ops:
-            warm_up = partial(self._operation, op=op, nbytes=min(sizes), later=0)
+            how = {"goodput": self.goodput} if op in USES else {}
+            warm_up = partial(self._operation, op=op, nbytes=min(sizes), later=0, **how)
             for cluster in self.clusters:
                 warm_up(cluster)
             slow = ["plain"] if op in SLOW_IN_PLAIN else []
             for nbytes in sizes:
-                measure = partial(self._operation, op=op, nbytes=nbytes, later=self.later)
+                measure = partial(self._operation, op=op, nbytes=nbytes, later=self.later, **how)
                 for record in self._take_turns(measure, warm_up, slow):
                     yield {"op": op, "nbytes": nbytes, **record}
 

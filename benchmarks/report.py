@@ -18,6 +18,7 @@ from pathlib import Path
 from dask.utils import format_bytes
 from rich.table import Table
 
+from benchmarks import disturbed
 from benchmarks.cluster import ROOT, SYSTEMS
 from benchmarks.measure import Record
 
@@ -141,6 +142,18 @@ def fault_line(record: Record) -> str:
     if not record["correct"]:
         words.append("WRONG VALUES")
     return " ".join(words)
+
+
+def stages_line(record: Record) -> str:
+    """One repetition of something that was disturbed."""
+    stages = ", ".join(
+        f"{stage} {median:.2f} s (longest {longest:.2f})"
+        for stage, (median, longest) in disturbed.medians(record).items()
+    )
+    loss = f", loss {record['loss']:.1e}" if "loss" in record else ""
+    wrong = "" if record["correct"] else " WRONG VALUES"
+    name = f"{record['op']}, {record['case']}, {record['system']} #{record['rep'] + 1}"
+    return f"{name}: steps {stages}{loss}{wrong}"
 
 
 def churn_line(record: Record) -> str:

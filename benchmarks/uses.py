@@ -6,12 +6,16 @@ the server, the others compute; a step takes the first ``k = (n-1) // 2`` that a
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 from distributed import Client, Future, as_completed, wait
+from distributed.comm import get_address_host
 
 from benchmarks.workloads import Workload
 
@@ -21,21 +25,44 @@ WARM_UP, STEPS = 4, 12
 #: Seconds that a gradient takes.
 GRADIENT = 0.02
 
-RATE = 0.01
+#: Share of the way to the optimum that all gradients of a step make together.
+RATE = 0.15
+
+#: Queries that are under way at a time.
+QUERIES = 3
+
+#: Numbers in a prediction.
+CLASSES = 1000
 
 
 class Use(Workload):
     """Base: something that goes on step by step.
 
     Subclasses define ``steps``, which yields at the end of each.
+
+    Parameters
+    ----------
+    slow : float
+        Seconds that the last worker takes longer than others.
+    goodput : float
+        Bytes per second of a link.
     """
 
     iterator: Iterator[object]
 
-    def __init__(self, client: Client, nbytes: int, hoplite: bool = False):
+    def __init__(
+        self,
+        client: Client,
+        nbytes: int,
+        hoplite: bool = False,
+        slow: float = 0.0,
+        goodput: float = 24e6,
+    ):
         super().__init__(client, nbytes, hoplite)
         self.server, *self.others = self.workers
         self.k = max(len(self.others) // 2, 1)
+        self.slow = slow
+        self.goodput = goodput
 
     @staticmethod
     def crossings(workers: int, per_host: int) -> float:
@@ -65,27 +92,44 @@ class Use(Workload):
         """Make steps without end."""
         raise NotImplementedError
 
+    def lateness(self) -> list[float]:
+        """Seconds that each worker takes longer."""
+        return [*[0.0] * (len(self.others) - 1), self.slow]
+
 
 class AsyncSGD(Use):
     """Each step adds up the first k gradients, and gives new parameters to those workers."""
 
     parameters: Future
+    contribution: Callable[..., Any]
+    apply: Callable[..., Any]
+
+    def start(self) -> tuple[Any, list[Future]]:
+        """The rule of Hoplite, and the data of each worker; sets what plain Dask does instead."""
+        from dask_hoplite import sgd
+
+        rate = RATE / self.k
+        self.parameters = self.on(self.server, zeros, self.nbytes)
+        self.contribution, self.apply = gradient, functools.partial(update, rate)
+        pairs = zip(self.others, self.lateness(), strict=True)
+        return sgd.Sum(rate), [self.on(worker, load, late) for worker, late in pairs]
 
     def steps(self) -> Iterator[object]:
-        data = {worker: self.on(worker, load, 1.0) for worker in self.others}
-        self.parameters = self.on(self.server, zeros, self.nbytes)
-        wait([self.parameters, *data.values()])
-        return self.by_hoplite(data) if self.hoplite else self.by_tasks(data)
+        rule, data = self.start()
+        wait([self.parameters, *data])
+        if self.hoplite:
+            return self.by_hoplite(rule, data)
+        return self.by_tasks(dict(zip(self.others, data, strict=True)), rule)
 
-    def by_hoplite(self, data: dict[str, Future]) -> Iterator[object]:
+    def by_hoplite(self, rule: Any, data: list[Future]) -> Iterator[object]:
         """As a user of Hoplite would write it."""
         from dask_hoplite import sgd
 
         with sgd.train(
-            gradient,
+            self.contribution,
             self.parameters,
-            list(data.values()),
-            sgd.Sum(RATE),
+            data,
+            rule,
             self.k,
             server=self.server,
             client=self.client,
@@ -94,39 +138,148 @@ class AsyncSGD(Use):
                 self.parameters = step.parameters
                 yield step
 
-    def by_tasks(self, data: dict[str, Future]) -> Iterator[object]:
-        """In plain Dask, one task on the server takes the gradients: no tree of tasks is faster."""
+    def by_tasks(self, data: dict[str, Future], rule: Any) -> Iterator[object]:
+        """In plain Dask, one task on the server takes the contributions: no tree is faster."""
         owners: dict[Future, str] = {}
-        gradients = as_completed()
+        ready = as_completed()
+        memory = self.on(self.server, rule.memory, self.parameters)
+        parameters = self.parameters
 
         def ask(worker: str) -> None:
-            future = self.on(worker, gradient, self.parameters, data[worker])
+            future = self.on(worker, self.contribution, parameters, data[worker])
             owners[future] = worker
-            gradients.add(future)
+            ready.add(future)
 
         for worker in self.others:
             ask(worker)
-        before = None
         while True:
-            done = list(itertools.islice(gradients, self.k))
-            self.parameters = self.on(self.server, update, self.parameters, *done)
+            done = list(itertools.islice(ready, self.k))
+            both = self.on(self.server, self.apply, parameters, memory, *done)
+            parameters, memory = (self.on(self.server, item, both, index) for index in (0, 1))
             for future in done:
                 ask(owners.pop(future))
-            del done, future
-            if before is not None:  # the next one is under way
-                wait(before)
-                yield before
-            before = self.parameters
+            del done, future, both
+            yield parameters
+            self.parameters = parameters
 
     def correct(self) -> bool:
-        found = self.on(self.server, extremes, self.parameters).result()
+        lowest, highest = self.on(self.server, extremes, self.parameters).result()
         self.iterator.close()  # type: ignore[attr-defined]
-        steps = round(found[0] / (-RATE * self.k))
-        return steps >= WARM_UP + STEPS and np.allclose(found, -RATE * self.k * steps, rtol=1e-4)
+        return lowest == highest and 0.5 < lowest < 1.5
+
+    def figures(self) -> dict[str, object]:
+        wait(self.parameters)
+        loss = self.on(self.server, loss_of, self.parameters).result()
+        return {**super().figures(), "loss": loss}
+
+
+class A3C(AsyncSGD):
+    """The same with actors that play CartPole, and learn from what they see."""
+
+    def start(self) -> tuple[Any, list[Future]]:
+        from dask_hoplite import rl
+
+        self.parameters = self.on(self.server, policy, self.nbytes)
+        self.contribution, rule = rl.a3c_gradient, rl.A3C()
+        self.apply = functools.partial(learn, rule)
+        indices = range(len(self.others))
+        pairs = zip(self.others, indices, strict=True)
+        return rule, [self.on(worker, rl.Actor, index) for worker, index in pairs]
+
+    def correct(self) -> bool:
+        right = self.on(self.server, is_finite, self.parameters).result()
+        self.iterator.close()  # type: ignore[attr-defined]
+        return right
+
+    def figures(self) -> dict[str, object]:
+        return Use.figures(self)
+
+
+class Impala(A3C):
+    """Actors play with the weights that they were given; the server learns from what they saw."""
+
+    def start(self) -> tuple[Any, list[Future]]:
+        from dask_hoplite import rl
+
+        _, data = super().start()
+        rule = rl.Impala()
+        self.contribution = rl.rollout
+        self.apply = functools.partial(learn, rule)
+        return rule, data
+
+
+class Ensemble(Use):
+    """Queries go to a model on each worker; what they say is added up."""
+
+    def steps(self) -> Iterator[object]:
+        self.base = np.zeros(self.nbytes // 4, "f4")
+        self.asked = self.answered = 0
+        self.right = True
+        seconds = self.nbytes / self.goodput
+        lateness = [0.0, *self.lateness()]
+        models = [
+            # On its host, rather than its worker: another one may be started there
+            self.on(get_address_host(worker), Model, index, seconds + late)
+            for index, (worker, late) in enumerate(zip(self.workers, lateness, strict=True))
+        ]
+        wait(models)
+        return self.by_hoplite(models) if self.hoplite else self.by_tasks(models)
+
+    def query(self) -> np.ndarray:
+        """One that was not there before."""
+        self.asked += 1
+        query = self.base.copy()
+        query[0] = self.asked
+        return query
+
+    def check(self, answer: np.ndarray, models: int) -> None:
+        """See whether an answer is to the query whose turn it is."""
+        self.answered += 1
+        self.right &= bool((answer == models * self.answered).all())
+
+    def by_hoplite(self, models: list[Future]) -> Iterator[object]:
+        from dask_hoplite import serving
+
+        with serving.Ensemble(models, "sum", client=self.client) as ensemble:
+            waiting = deque(ensemble.submit(self.query()) for _ in range(QUERIES))
+            while True:
+                answer = waiting.popleft().result()
+                self.check(answer.value, len(answer.models))
+                waiting.append(ensemble.submit(self.query()))
+                yield answer
+
+    def by_tasks(self, models: list[Future]) -> Iterator[object]:
+        """In plain Dask: straight to one worker, from which the others take it."""
+
+        def submit() -> Future:
+            query = self.client.scatter(
+                self.query(), workers=self.workers[:1], direct=True, hash=False
+            )
+            pairs = zip(self.workers, models, strict=True)
+            said = [self.on(worker, predict, model, query) for worker, model in pairs]
+            return self.on(self.server, add, *said)
+
+        waiting = deque(submit() for _ in range(QUERIES))
+        while True:
+            self.check(waiting.popleft().result(), len(models))
+            waiting.append(submit())
+            yield None
+
+    def correct(self) -> bool:
+        self.iterator.close()  # type: ignore[attr-defined]
+        return self.right
 
 
 #: These operations by name.
-USES: dict[str, type[Workload]] = {"async-sgd": AsyncSGD}
+USES: dict[str, type[Workload]] = {
+    "async-sgd": AsyncSGD,
+    "a3c": A3C,
+    "impala": Impala,
+    "ensemble": Ensemble,
+}
+
+
+# What runs on workers
 
 
 def zeros(nbytes: int) -> np.ndarray:
@@ -134,25 +287,86 @@ def zeros(nbytes: int) -> np.ndarray:
     return np.zeros(nbytes // 4, "f4")
 
 
-def load(value: float) -> float:
+def policy(nbytes: int) -> dict:
+    """Parameters of a network."""
+    from dask_hoplite import rl
+
+    return rl.policy(nbytes=nbytes)
+
+
+def load(late: float) -> float:
     """A worker's data; it stays there."""
-    return value
+    return late
 
 
-def gradient(parameters: np.ndarray, data: float) -> np.ndarray:
-    """Compute for a while."""
-    time.sleep(GRADIENT)
-    return np.full_like(parameters, data)
+def gradient(parameters: np.ndarray, late: float) -> np.ndarray:
+    """That of (w - 1)² / 2, after a while."""
+    time.sleep(GRADIENT + late)
+    return parameters - np.float32(1)
 
 
-def update(parameters: np.ndarray, *gradients: np.ndarray) -> np.ndarray:
+def update(
+    rate: float, parameters: np.ndarray, memory: None, *gradients: np.ndarray
+) -> tuple[np.ndarray, None]:
     """Apply gradients."""
     total = gradients[0].copy()
     for one in gradients[1:]:
         total += one
-    return parameters - RATE * total
+    return parameters - np.float32(rate) * total, memory
+
+
+def learn(rule: Any, parameters: Any, memory: Any, *contributions: Any) -> tuple[Any, Any]:
+    """Apply what a rule of Hoplite does, without Hoplite."""
+    from dask_hoplite.sgd import Update, tree_map
+
+    values: Any = list(contributions)
+    if not rule.gathers:
+        # Of pairs of a gradient and a loss
+        values = tree_map(lambda *arrays: sum(arrays), *(gradient for gradient, _ in values))
+    count = len(contributions)
+    return rule.apply(parameters, values, memory, Update(0, count, float(count)))
+
+
+def item(pair: tuple[Any, ...], index: int) -> Any:
+    """One of two results."""
+    return pair[index]
 
 
 def extremes(parameters: np.ndarray) -> tuple[float, float]:
     """Look at all of the parameters."""
     return float(parameters.min()), float(parameters.max())
+
+
+def loss_of(parameters: np.ndarray) -> float:
+    """How far they are from the optimum."""
+    return float((parameters[0] - 1) ** 2 / 2)
+
+
+def is_finite(parameters: dict) -> bool:
+    """Whether all of the parameters are numbers."""
+    return all(
+        bool(np.isfinite(array).all()) for layer in parameters.values() for array in layer.values()
+    )
+
+
+class Model:
+    """Takes its time, and says what is in a query."""
+
+    def __init__(self, index: int, seconds: float):
+        self.index = index
+        self.seconds = seconds
+
+    def predict(self, query: np.ndarray) -> np.ndarray:
+        """What it thinks of each class."""
+        time.sleep(self.seconds)
+        return np.full(CLASSES, query[0])
+
+
+def predict(model: Model, query: np.ndarray) -> np.ndarray:
+    """Let a model predict."""
+    return model.predict(query)
+
+
+def add(*predictions: np.ndarray) -> np.ndarray:
+    """Add up what models say."""
+    return np.sum(predictions, axis=0)
