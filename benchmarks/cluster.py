@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import select
 import signal
 import socket
@@ -15,6 +16,11 @@ from typing import Protocol
 #: Every process runs here, so that each can import what the others send it.
 ROOT = Path(__file__).resolve().parents[1]
 SYSTEMS = ("plain", "hoplite")
+
+#: As Dask's nannies set it: a worker's threads are enough.
+ENVIRONMENT = os.environ | dict.fromkeys(
+    ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"
+)
 
 
 class Place(Protocol):
@@ -178,7 +184,7 @@ class Cluster:
 
     def _spawn(self, host: int | str, argv: list[str], name: str, **kwargs) -> subprocess.Popen:
         with self._log(name).open("ab") as log:
-            kwargs = {"stdout": log, "stderr": log, "cwd": ROOT, **kwargs}
+            kwargs = {"stdout": log, "stderr": log, "cwd": ROOT, "env": ENVIRONMENT, **kwargs}
             process = self.place.popen(host, argv, **kwargs)
         self._processes.append(process)
         return process
