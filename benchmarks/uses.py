@@ -28,6 +28,10 @@ GRADIENT = 0.02
 #: Share of the way to the optimum that all gradients of a step make together.
 RATE = 0.15
 
+#: Environments of an actor, and steps of each for a contribution: all hosts share two processors,
+#: so that what is computed is kept small.
+ACTORS, PLAYED = 2, 16
+
 #: Queries that are under way at a time.
 QUERIES = 3
 
@@ -180,11 +184,12 @@ class A3C(AsyncSGD):
         from dask_hoplite import rl
 
         self.parameters = self.on(self.server, policy, self.nbytes)
-        self.contribution, rule = rl.a3c_gradient, rl.A3C()
+        self.contribution = functools.partial(rl.a3c_gradient, options=rl.Options(steps=PLAYED))
+        rule = rl.A3C()
         self.apply = functools.partial(learn, rule)
         indices = range(len(self.others))
         pairs = zip(self.others, indices, strict=True)
-        return rule, [self.on(worker, rl.Actor, index) for worker, index in pairs]
+        return rule, [self.on(worker, rl.Actor, index, ACTORS) for worker, index in pairs]
 
     def correct(self) -> bool:
         right = self.on(self.server, is_finite, self.parameters).result()
@@ -202,8 +207,8 @@ class Impala(A3C):
         from dask_hoplite import rl
 
         _, data = super().start()
-        rule = rl.Impala()
-        self.contribution = rl.rollout
+        rule = rl.Impala(options=rl.Options(steps=PLAYED))
+        self.contribution = functools.partial(rl.rollout, options=rl.Options(steps=PLAYED))
         self.apply = functools.partial(learn, rule)
         return rule, data
 

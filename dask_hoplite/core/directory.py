@@ -32,7 +32,7 @@ from dask_hoplite.core.events import (
 )
 from dask_hoplite.core.instructions import Cancel, Instruction, NoSource, Pull, Wait
 from dask_hoplite.core.tree import Choice, Transfer, Tree
-from dask_hoplite.core.watch import WINDOWS
+from dask_hoplite.core.watch import FAIR, WINDOWS
 
 #: After so many stall timeouts, a silent source is given up even if there is no other.
 PATIENCE = 20
@@ -235,6 +235,9 @@ class Directory:
         if too_early > 0:
             transfer.early = True
             return self._stay(transfer, "others may be about to complain", again=too_early)
+        divided = transfer if peer is None or peer.rate is None else peer
+        if self._is_divided(tree, divided):
+            return self._stay(transfer, f"the link to {divided.receiver} carries other objects too")
         if peer is None or (peer.rate is None and again):
             tree.slow(transfer)  # if not, its source is, and nobody loses
             return self._stay(transfer, "slow, as nobody else on the way here is")
@@ -254,6 +257,16 @@ class Directory:
         pull = self._connect(tree, transfer, choice)
         transfer.passed = peer
         return [pull]
+
+    def _is_divided(self, tree: Tree, transfer: Transfer) -> bool:
+        """Whether a receiver gets its share of a link that carries other objects, too."""
+        source = self.hosts.get(transfer.source or "")
+        host = self.hosts.get(transfer.receiver)
+        others = [other for other in self.trees.values() if other is not tree]
+        leaving = sum(other.leaving(source) for other in others) if source is not None else 0
+        coming = sum(other.coming(host) for other in others) if host is not None else 0
+        share = self.cost.expected / (1 + max(leaving, coming))
+        return max(leaving, coming) > 0 and (transfer.rate or 0.0) >= FAIR * share
 
     def _is_new(self, peer: Transfer) -> bool:
         """Whether a source has so new a source itself that nothing can be said of it yet."""

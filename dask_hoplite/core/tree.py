@@ -147,6 +147,15 @@ class Tree:
         """Whether a receiver's source is on a host that feeds more than it should at a time."""
         return transfer.keeps_busy is not None and self._load[transfer.keeps_busy] > self.fan_out
 
+    def leaving(self, host: str) -> int:
+        """How many receivers on other hosts a host feeds at the moment."""
+        return self._load[host]
+
+    def coming(self, host: str) -> int:
+        """How many receivers on a host are fed by other hosts at the moment."""
+        here = (self.transfers.get(worker) for worker in self._on_host.get(host, ()))
+        return sum(transfer is not None and transfer.keeps_busy is not None for transfer in here)
+
     def in_the_way(self, transfer: Transfer, since: float) -> bool:
         """Whether a slow receiver takes from a source that since then feeds another one well."""
         fed = self.children.get(transfer.source or "", ())
