@@ -60,6 +60,9 @@ logger = logging.getLogger(__name__)
 #: What begins the names of clients that hold operands
 HOLDER = "hoplite-reduction-"
 
+#: Seconds for which a client that asks for operands to be held is not told yet that some are unknown
+SOON = 0.1
+
 #: Seconds in which a client that has asked for operands to be held asks for their reduction
 HOLD = 30.0
 
@@ -546,7 +549,12 @@ class Reductions:
             If there is no such worker.
         """
         addresses = [worker_named(self.scheduler, worker).address for worker in workers]
-        missing = [operand for operand in operands if operand not in self.scheduler.tasks]
+        deadline = monotonic() + SOON
+        while missing := [key for key in operands if key not in self.scheduler.tasks]:
+            # What was submitted just before goes another way, and may be slower.
+            if monotonic() > deadline:
+                break
+            await asyncio.sleep(0.001)
         if operands and not missing:
             self.scheduler.client_desires_keys(keys=list(operands), client=holder(key))
             asyncio.get_running_loop().call_later(HOLD, self._expire, key)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection
+from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 from typing import Any
 
-from distributed import Future
+from distributed import Client, Future
 
 from dask_hoplite.collectives import api as collectives
 from dask_hoplite.exceptions import HopliteError
 from dask_hoplite.sgd import work
 from dask_hoplite.sgd.rules import Rule
+from dask_hoplite.sgd.shares import Shares
 from dask_hoplite.sgd.step import GradientError, Step, TrainingError
-from dask_hoplite.sgd.training import State, Training, loss_of
+from dask_hoplite.sgd.training import Contribution, Plan, State, Training, loss_of
 from dask_hoplite.transfer.patience import stop
 
 logger = logging.getLogger(__name__)
@@ -25,11 +27,35 @@ logger = logging.getLogger(__name__)
 PRIORITY = 10
 
 
+@dataclass
+class Taken:
+    """What a step is made of.
+
+    Parameters
+    ----------
+    totals : list of Future
+        The sum of contributions, or all of these.
+    contributions : list of Contribution
+    state : State, optional
+        What comes of it, if it is applied now.
+    """
+
+    totals: list[Future]
+    contributions: list[Contribution]
+    state: State | None
+
+
 class ServedTraining(Training):
     """One worker, the server, has the parameters."""
 
     server: str
     reserved = False  #: whether it is for nothing else
+    previous: State | None = None  #: what there is if the server is lost
+    failures = 0  #: how many sums could not be made
+
+    def __init__(self, client: Client, plan: Plan, shares: Shares, state: State, nbytes: int):
+        super().__init__(client, plan, shares, state, nbytes)
+        self.pending: list[tuple[Future, int]] = []  # totals to be applied, and of how many
 
     def aside(self) -> list[str]:
         """The server, if it does nothing else."""
@@ -39,43 +65,31 @@ class ServedTraining(Training):
         """Make all steps: the next sum is under way while the parameters go out, and the step
         before is told."""
         telling: asyncio.Task[None] | None = None
-        pending: list[tuple[Future, int]] = []  # totals that are not applied yet
         began = monotonic()
         try:
             while self.plan.steps is None or self.number < self.plan.first + self.plan.steps:
-                totals, told = await self._first()
+                taken = await self._first()
                 number, version = self.number, self.state.version
                 self.number += 1
-                used = [self.take(worker) for worker in told]
-                staleness = tuple(version - one.version for one in used)
-                reporting = self.submit(work.report, *totals, worker=self.server)
-                pending.append((totals[0], len(used)))
-                if self.rule.gathers:
-                    self._update(number, totals, len(used))
-                    pending.clear()
-                elif self.rule.applies(number):
-                    futures, counts = zip(*pending, strict=True)
-                    self._update(number, list(futures), sum(counts))
-                    pending.clear()
-                elif len(pending) > 1:
-                    futures, counts = zip(*pending, strict=True)
-                    both = self.submit(work.add, *futures, worker=self.server)
-                    pending = [(both, sum(counts))]
-                for one in used:
-                    if one.worker in self.present and one.worker in self.shares.workers:
-                        self.ask(one.worker, self.state)
+                reporting = self.submit(work.report, *taken.totals, worker=self.server)
+                self._adopt(taken)
+                for one in taken.contributions:
+                    if self.contributions.get(one.worker) is one:
+                        self.drop(one.worker)
+                        if one.worker in self.present and one.worker in self.shares.workers:
+                            self.ask(one.worker, self.state)
                 now = monotonic()
                 step = partial(
                     Step,
                     number=number,
-                    contributors=tuple(one.worker for one in used),
-                    staleness=staleness,
+                    contributors=tuple(one.worker for one in taken.contributions),
+                    staleness=tuple(version - one.version for one in taken.contributions),
                     nbytes=self.nbytes,
                     seconds=now - began,
                     parameters=self.state.parameters,
                 )
                 began = now
-                del totals, used
+                del taken
                 if telling is not None:
                     await telling
                 telling = self._spawn(self._tell(step, reporting, self.state))
@@ -88,18 +102,37 @@ class ServedTraining(Training):
             raise
         finally:
             self.previous = None
+            self.pending.clear()
 
-    previous: State | None = None  #: what there is if the server is lost
+    def _adopt(self, taken: Taken) -> None:
+        """Go on from what a step has made."""
+        if taken.state is None:  # it is applied with a later one
+            self.pending.append((taken.totals[0], len(taken.contributions)))
+            if len(self.pending) > 1:
+                futures, counts = zip(*self.pending, strict=True)
+                both = self.submit(work.add, *futures, worker=self.server)
+                self.pending = [(both, sum(counts))]
+            return
+        self.pending.clear()
+        self.previous, self.state = self.state, taken.state
+        for future in (taken.state.parameters, taken.state.memory):
+            if future is not None:
+                self._spawn(self.settle(future, self.server))
 
-    def _update(self, number: int, totals: list[Future], count: int) -> None:
-        """Let the server apply totals."""
+    def _update(self, totals: list[Future], count: int) -> State | None:
+        """Let the server apply totals, as soon as they are there; None if it is not their turn."""
         state, rule, server = self.state, self.rule, self.server
-        if len(totals) > 1 and not rule.gathers:
-            totals = [self.submit(work.add, *totals, worker=server, priority=PRIORITY)]
+        if not rule.gathers:
+            if not rule.applies(self.number):
+                return None
+            count += sum(earlier for _, earlier in self.pending)
+            totals = [*(total for total, _ in self.pending), *totals]
+            if len(totals) > 1:
+                totals = [self.submit(work.add, *totals, worker=server, priority=PRIORITY)]
         new = self.submit(
             work.update,
             rule,
-            number,
+            self.number,
             count,
             state.parameters,
             state.memory,
@@ -114,9 +147,7 @@ class ServedTraining(Training):
                 self.submit(work.item, new, index, worker=server, name=name, priority=PRIORITY)
                 for index, name in enumerate(("parameters", "memory"))
             )
-            self._spawn(self.settle(memory, server))
-        self._spawn(self.settle(new, server))
-        self.previous, self.state = state, State(state.version + 1, new, memory)
+        return State(state.version + 1, new, memory)
 
     async def _tell(self, step: Any, reporting: Future, state: State) -> None:
         loss = await loss_of(self.client, reporting)
@@ -125,8 +156,8 @@ class ServedTraining(Training):
 
     # The first that are ready
 
-    async def _first(self) -> tuple[list[Future], list[str]]:
-        """The sum of the first contributions that are ready, or all of them; and whose they are."""
+    async def _first(self) -> Taken:
+        """The first contributions that are ready, as their sum, or as a list."""
         while True:
             await self.somebody()
             if self.server not in self.present:
@@ -136,16 +167,17 @@ class ServedTraining(Training):
             if found is not None:
                 return found
 
-    async def _gathered(self) -> tuple[list[Future], list[str]] | None:
+    async def _gathered(self) -> Taken | None:
         deadline, what = self.step_deadline()
         while len(self.finished) < min(self.plan.num_objects, len(self.contributions)):
             await self.something(deadline, what)
             if not self.contributions or self.server not in self.present:
                 return None
-        told = list(self.finished)[: self.plan.num_objects]
-        return [self.contributions[worker].future for worker in told], told
+        first = list(self.finished.values())[: self.plan.num_objects]
+        futures = [one.future for one in first]
+        return Taken(futures, first, self._update(futures, len(first)))
 
-    async def _reduced(self) -> tuple[list[Future], list[str]] | None:
+    async def _reduced(self) -> Taken | None:
         """The sum, as soon as it is there; None if another one must be asked for."""
         asked = dict(self.contributions)
         count = min(self.plan.num_objects, len(asked))
@@ -165,6 +197,7 @@ class ServedTraining(Training):
         except (HopliteError, ValueError, asyncio.CancelledError) as error:
             await self._again(error)
             return None
+        state = self._update([total], count)  # it follows at once, when nobody has to be asked
         assert total._state is not None
         waiting = asyncio.ensure_future(total._state.wait())
         waiting.add_done_callback(lambda _: self.alarm.set())
@@ -182,12 +215,8 @@ class ServedTraining(Training):
             return None
         keys = await self.client.scheduler.hoplite_contributors(key=total.key)
         owners = {one.future.key: worker for worker, one in asked.items()}
-        told = [owners[key] for key in keys or () if key in owners]
-        if any(self.contributions.get(worker) is not asked[worker] for worker in told):
-            # One of them has left since; what it has contributed is in the sum, and counts.
-            for worker in told:
-                self.contributions.setdefault(worker, asked[worker])
-        return [total], told
+        # One of them may have left since; what it has contributed is in the sum, and counts.
+        return Taken([total], [asked[owners[key]] for key in keys or () if key in owners], state)
 
     async def _again(self, error: BaseException | None) -> None:
         """A sum could not be made: if that is for a reason that passes, wait for that."""
@@ -202,8 +231,6 @@ class ServedTraining(Training):
         self.failures += 1
         if self.failures > len(self.present) + 3:
             raise TrainingError(self.number, f"there is no sum of gradients: {error}")
-
-    failures = 0
 
     # A server that leaves
 
