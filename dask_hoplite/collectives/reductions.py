@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 #: What begins the names of clients that hold operands
 HOLDER = "hoplite-reduction-"
 
-#: Seconds for which a client that asks for operands to be held is not told yet that some are unknown
+#: Seconds for which a client is not told yet that operands are unknown
 SOON = 0.1
 
 #: Seconds in which a client that has asked for operands to be held asks for their reduction
