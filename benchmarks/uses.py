@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -30,7 +31,7 @@ RATE = 0.15
 
 #: Environments of an actor, and steps of each for a contribution: all hosts share two processors,
 #: so that what is computed is kept small.
-ACTORS, PLAYED = 2, 16
+ACTORS, PLAYED = 4, 8
 
 #: Queries that are under way at a time.
 QUERIES = 3
@@ -178,15 +179,21 @@ class AsyncSGD(Use):
 
 
 class A3C(AsyncSGD):
-    """The same with actors that play CartPole, and learn from what they see."""
+    """The same with actors that play CartPole, and learn from what they see.
+
+    The limit counts, beside the link, what is computed, as long as that takes here: while the
+    parameters of one step go out, the gradients of the next one come in, and so two steps take at
+    least two transfers, a contribution, and an update.
+    """
+
+    #: Transfers in the way of an actor, from when it has contributed until it has again
+    transfers = 2
 
     def start(self) -> tuple[Any, list[Future]]:
         from dask_hoplite import rl
 
         self.parameters = self.on(self.server, policy, self.nbytes)
-        self.contribution = functools.partial(rl.a3c_gradient, options=rl.Options(steps=PLAYED))
-        rule = rl.A3C()
-        self.apply = functools.partial(learn, rule)
+        rule = self.timed(rl.a3c_gradient, rl.A3C())
         indices = range(len(self.others))
         pairs = zip(self.others, indices, strict=True)
         return rule, [self.on(worker, rl.Actor, index, ACTORS) for worker, index in pairs]
@@ -197,20 +204,36 @@ class A3C(AsyncSGD):
         return right
 
     def figures(self) -> dict[str, object]:
-        return Use.figures(self)
+        found = self.client.run(take_seconds)
+        updates = statistics.median(found.pop(self.server))
+        played = statistics.median(itertools.chain.from_iterable(found.values()))
+        once = self.nbytes / self.goodput
+        step = max(once, updates, (self.transfers * once + played + updates) / 2)
+        limit = step * len(self.seconds)
+        return {**Use.figures(self), "limit": limit, "played": played, "updates": updates}
+
+    def timed(self, contribution: Callable[..., Any], rule: Any) -> Any:
+        """Let workers note how long they compute."""
+        from dask_hoplite import rl
+
+        options = rl.Options(steps=PLAYED)
+        self.contribution = Timed(functools.partial(contribution, options=options))
+        rule.apply = Timed(rule.apply)
+        self.apply = functools.partial(learn, rule)
+        return rule
 
 
 class Impala(A3C):
     """Actors play with the weights that they were given; the server learns from what they saw."""
 
+    transfers = 1
+
     def start(self) -> tuple[Any, list[Future]]:
         from dask_hoplite import rl
 
         _, data = super().start()
-        rule = rl.Impala(options=rl.Options(steps=PLAYED))
-        self.contribution = functools.partial(rl.rollout, options=rl.Options(steps=PLAYED))
-        self.apply = functools.partial(learn, rule)
-        return rule, data
+        options = rl.Options(steps=PLAYED)
+        return self.timed(rl.rollout, rl.Impala(options=options)), data
 
 
 class Ensemble(Use):
@@ -285,6 +308,29 @@ USES: dict[str, type[Workload]] = {
 
 
 # What runs on workers
+
+#: Seconds that what is computed here has taken.
+_seconds: list[float] = []
+
+
+class Timed:
+    """Notes how long a function takes."""
+
+    def __init__(self, function: Callable[..., Any]):
+        self.function = function
+
+    def __call__(self, *args: Any) -> Any:
+        start = time.perf_counter()
+        result = self.function(*args)
+        _seconds.append(time.perf_counter() - start)
+        return result
+
+
+def take_seconds() -> list[float]:
+    """How long what was computed here has taken, since this was asked last."""
+    taken = list(_seconds)
+    _seconds.clear()
+    return taken
 
 
 def zeros(nbytes: int) -> np.ndarray:
