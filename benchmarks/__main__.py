@@ -11,6 +11,8 @@ python -m benchmarks faults           what becomes of a broadcast when a host fa
 python -m benchmarks tls              an object of more than 2 GiB on a TLS cluster
 python -m benchmarks side             what Hoplite does to everything else
 python -m benchmarks churn            the same data scattered, used, dropped, without a pause
+python -m benchmarks learning         whether asynchronous training learns as much
+python -m benchmarks versions         memory over many versions of parameters
 python -m benchmarks memory           more at once than a worker has memory for
 python -m benchmarks chaos            whether faults by chance do any harm
 python -m benchmarks exactness        collectives while workers fail: each operand counted once
@@ -26,6 +28,7 @@ import datetime
 import importlib.util
 import itertools
 import signal
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -33,7 +36,17 @@ from pathlib import Path
 from dask.utils import format_bytes, parse_bytes
 from rich.console import Console
 
-from benchmarks import churn, dask_tests, disturbed, faults, memory, peers, report, tls
+from benchmarks import (
+    churn,
+    dask_tests,
+    disturbed,
+    faults,
+    memory,
+    peers,
+    report,
+    tls,
+    versions,
+)
 from benchmarks.chaos.run import add_command as add_chaos
 from benchmarks.cluster import SYSTEMS, Cluster, Loopback, Place
 from benchmarks.collectives import COLLECTIVES, degrees
@@ -165,6 +178,20 @@ def main() -> None:
     side.add_argument("--reps", type=int, default=7)
     side.add_argument("--shrink", type=int, default=1, help="divide all sizes, to try it out")
     side.set_defaults(run=run_side)
+
+    learns = commands.add_parser(
+        "learning", help="whether asynchronous training learns as much, on this machine"
+    )
+    learns.add_argument("--workers", type=int, default=4)
+    learns.add_argument("--seeds", type=int, default=5)
+    learns.add_argument("--slow", type=float, default=0.1, help="seconds of the slow worker")
+    learns.set_defaults(run=run_learning)
+
+    many = commands.add_parser("versions", help="memory over many versions, on this machine")
+    many.add_argument("--versions", type=int, default=200)
+    many.add_argument("--size", type=parse_bytes, default=parse_bytes("50MB"))
+    many.add_argument("--workers", type=int, default=4)
+    many.set_defaults(run=run_versions)
 
     again = commands.add_parser("churn", parents=[common], help="the same data again and again")
     again.add_argument("--workers", type=int, default=4)
@@ -444,6 +471,30 @@ def run_memory(args: argparse.Namespace) -> None:
             f"{record['seconds']:.1f} s",
             soft_wrap=True,
         )
+
+
+def run_learning(args: argparse.Namespace) -> None:
+    """Compare the rules of training."""
+    from benchmarks import learning  # needs scikit-learn
+
+    found: dict[str, list[tuple[float, float]]] = {}
+    for record in learning.run(args.workers, args.seeds, args.slow):
+        both = record["accuracy"], record["seconds"]
+        found.setdefault(record["rule"], []).append(both)
+        console.print(f"{record['rule']}, seed {record['seed']}: {both[0]:.3f}, {both[1]:.1f} s")
+    for rule, rows in found.items():
+        accuracies, seconds = zip(*rows, strict=True)
+        spread = f"{min(accuracies):.3f} to {max(accuracies):.3f}"
+        mean = statistics.mean(accuracies)
+        console.print(f"{rule:20} {mean:.3f} ({spread}), {statistics.median(seconds):.1f} s")
+
+
+def run_versions(args: argparse.Namespace) -> None:
+    """Train with large parameters."""
+    for record in versions.run(args.versions, args.size, args.workers):
+        step, tasks = record.pop("step"), record.pop("tasks")
+        sizes = ", ".join(f"{name} {format_bytes(rss)}" for name, rss in record.items())
+        console.print(f"step {step}: {tasks} tasks; {sizes}", soft_wrap=True)
 
 
 def run_churn(args: argparse.Namespace) -> None:
