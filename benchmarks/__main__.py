@@ -141,7 +141,7 @@ def main() -> None:
     fails.add_argument("--cases", nargs="+", choices=disturbed.CASES, default=disturbed.CASES)
     fails.add_argument("--size", type=parse_bytes, default=parse_bytes("16MiB"))
     fails.add_argument("--reps", type=int, default=1)
-    fails.set_defaults(run=run_disturbed, systems=["hoplite"])
+    fails.set_defaults(run=run_disturbed)
 
     others = commands.add_parser(
         "peers", parents=[hosts], help="Gloo and Open MPI, on emulated hosts"
