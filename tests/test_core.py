@@ -461,6 +461,20 @@ def test_slow_though_its_source_is_not_becomes_a_leaf():
     assert story.want("f1") == "d1"
 
 
+def test_a_link_that_carries_another_object_too_is_not_slow():
+    story = chain()
+    [told] = story.handle(Wanted("y", "f1", NBYTES))  # a1 has that, too
+    assert told.source == "a1"
+    told = story.lag("b1", 40.0)
+    assert isinstance(told, Wait) and "other objects" in told.reason
+    assert isinstance(story.lag("c1", 40.0), Wait)
+    assert sources(story)["c1"] == "b1"
+    assert not any(t.slow for t in story.tree.transfers.values())
+    # Of its half, this is too little
+    assert isinstance(story.lag("b1", 10.0), Wait)
+    assert story.lag("c1", 10.0).source == "a1"
+
+
 def test_nothing_at_all_is_not_slow():
     story = chain()
     assert isinstance(story.lag("b1", 0.0), Wait)
