@@ -7,8 +7,10 @@ from typing import Any
 
 import dask
 from dask.base import is_dask_collection
+from dask.delayed import Delayed
 from distributed import Client, Future
 
+from dask_hoplite.client import check
 from dask_hoplite.core.events import Key
 
 
@@ -44,6 +46,7 @@ async def parts_of(client: Client, data: Any) -> tuple[list[Future], dict[Key, s
         if not isinstance(future, Future):
             kind = type(future).__name__
             raise TypeError(f"data is futures or a Dask collection, not a {kind}")
+    check(client, futures)
     for future in futures:
         assert future._state is not None
         await future._state.wait()
@@ -84,7 +87,7 @@ def _futures(client: Client, data: Any, placed: dict[Key, str]) -> list[Any]:
 
 def _delayed(collection: Any) -> list[Any]:
     """The blocks of a collection, each as a delayed value."""
-    if not hasattr(collection, "to_delayed"):
+    if isinstance(collection, Delayed) or not hasattr(collection, "to_delayed"):
         return [collection]
     blocks = collection.to_delayed()
     return list(blocks.ravel()) if hasattr(blocks, "ravel") else list(blocks)

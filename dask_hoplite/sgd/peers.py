@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from time import monotonic
 from typing import Any
 
@@ -11,14 +12,14 @@ from distributed import Client, Future
 
 from dask_hoplite.collectives import api as collectives
 from dask_hoplite.sgd import work
+from dask_hoplite.sgd.loop import Contribution, Loop, Plan, State
 from dask_hoplite.sgd.shares import Shares
 from dask_hoplite.sgd.step import Step
-from dask_hoplite.sgd.training import Contribution, Plan, State, Training, loss_of
 
 logger = logging.getLogger(__name__)
 
 
-class PeerTraining(Training):
+class PeerLoop(Loop):
     """Each worker has parameters of its own, and averages with others."""
 
     def __init__(self, client: Client, plan: Plan, shares: Shares, state: State, nbytes: int):
@@ -54,13 +55,26 @@ class PeerTraining(Training):
         """Those who come begin with what was averaged last."""
         return self.models.get(worker, self.newest)
 
-    async def _parameters(self) -> Any:
+    def drop(self, worker: str) -> None:
+        """Do without what a worker computes, and has, if it has left."""
+        super().drop(worker)
+        if worker not in self.present:
+            self.models.pop(worker, None)
+
+    async def parameters(self) -> Any:
         """The mean of what all have."""
-        states = {state.parameters.key: state for state in self.models.values()}
-        if len(states) < 2:
-            return await super()._parameters()
-        models = [state.parameters for state in states.values()]
-        mean = await collectives.reduce(models, "mean", client=self.client)
+        models = {state.parameters.key: state.parameters for state in self.models.values()}
+        located = await self.client.scheduler.hoplite_locate(keys=list(models))
+        counts = Counter(state.parameters.key for state in self.models.values())
+        for key in set(models).difference(located):
+            del models[key], counts[key]
+        if len(models) < 2:
+            return await super().parameters()
+        mean = await collectives.reduce(
+            models.values(),
+            client=self.client,
+            weights=[counts[key] / counts.total() for key in models],
+        )
         return (await self.client._gather(mean))[0]
 
     async def _group(self) -> list[str]:
@@ -95,22 +109,23 @@ class PeerTraining(Training):
         began: float,
     ) -> None:
         """Tell of an average, once it is there, and all before it are told."""
-        assert state.parameters._state is not None
-        await state.parameters._state.wait()
         workers = tuple(one.worker for one in used)
-        if state.parameters.status == "finished":
+        if await self.outcome(state.parameters, workers):
             self.lasted = monotonic() - began
             self.newest = state
-            for worker in workers:
-                self.models[worker] = state
+            self.models.update(dict.fromkeys(workers, state))
             reporting = self.submit(work.report, state.parameters, worker=workers[0])
-            loss = await loss_of(self.client, reporting)
-            await self.settle(state.parameters)
+            loss = await self.loss_of(reporting, workers[0])
+            await self.settle(state.parameters, workers[0])
+            staleness = tuple(number - one.version for one in used)
         else:
             logger.info("Hoplite: an average could not be made: %s", state.parameters.status)
-            loss = float("nan")
-            state = self.newest
-        staleness = tuple(number - one.version for one in used)
+            for worker in workers:
+                told = self.contributions.get(worker)
+                if told is not None and told.state is state:
+                    self.drop(worker)
+            self.alarm.set()
+            state, loss, workers, staleness = self.newest, float("nan"), (), ()
         if before is not None:
             await before
         now = monotonic()

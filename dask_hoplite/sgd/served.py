@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
@@ -15,10 +16,10 @@ from distributed import Client, Future
 from dask_hoplite.collectives import api as collectives
 from dask_hoplite.exceptions import HopliteError
 from dask_hoplite.sgd import work
+from dask_hoplite.sgd.loop import LOSSES, Contribution, Loop, Plan, State
 from dask_hoplite.sgd.rules import Rule
 from dask_hoplite.sgd.shares import Shares
 from dask_hoplite.sgd.step import GradientError, Step, TrainingError
-from dask_hoplite.sgd.training import Contribution, Plan, State, Training, loss_of
 from dask_hoplite.transfer.patience import stop
 
 logger = logging.getLogger(__name__)
@@ -45,21 +46,22 @@ class Taken:
     state: State | None
 
 
-class ServedTraining(Training):
+class ServedLoop(Loop):
     """One worker, the server, has the parameters."""
 
     server: str
     reserved = False  #: whether it is for nothing else
     previous: State | None = None  #: what there is if the server is lost
-    failures = 0  #: how many sums could not be made
+    failures = 0  #: how many sums in a row could not be made
 
     def __init__(self, client: Client, plan: Plan, shares: Shares, state: State, nbytes: int):
         super().__init__(client, plan, shares, state, nbytes)
         self.pending: list[tuple[Future, int]] = []  # totals to be applied, and of how many
+        self.told = state  # the newest that is known to have been there
 
     def aside(self) -> list[str]:
         """The server, if it does nothing else."""
-        return [self.server] if self.reserved else []
+        return [*self.plan.aside, self.server] if self.reserved else self.plan.aside
 
     async def work(self) -> None:
         """Make all steps: the next sum is under way while the parameters go out, and the step
@@ -86,13 +88,12 @@ class ServedTraining(Training):
                     staleness=tuple(version - one.version for one in taken.contributions),
                     nbytes=self.nbytes,
                     seconds=now - began,
-                    parameters=self.state.parameters,
                 )
                 began = now
                 del taken
                 if telling is not None:
                     await telling
-                telling = self._spawn(self._tell(step, reporting, self.state))
+                telling = self._spawn(self._tell(step, reporting, self.server, self.state))
                 del reporting, step
             if telling is not None:
                 await telling
@@ -117,7 +118,7 @@ class ServedTraining(Training):
         self.previous, self.state = self.state, taken.state
         for future in (taken.state.parameters, taken.state.memory):
             if future is not None:
-                self._spawn(self.settle(future, self.server))
+                self._spawn(self.settle(future, self.server, keep=True))
 
     def _update(self, totals: list[Future], count: int) -> State | None:
         """Let the server apply totals, as soon as they are there; None if it is not their turn."""
@@ -149,10 +150,23 @@ class ServedTraining(Training):
             )
         return State(state.version + 1, new, memory)
 
-    async def _tell(self, step: Any, reporting: Future, state: State) -> None:
-        loss = await loss_of(self.client, reporting)
+    async def _tell(self, step: Any, reporting: Future, server: str, state: State) -> None:
+        """Tell of a step, once its parameters are there; if they are lost, of those there were."""
+        loss = await self.loss_of(reporting, server)
         del reporting
-        await self.tell(step(loss=loss), state)
+        future = state.parameters
+        if not await self.outcome(future, [server]):
+            if future.status == "error" and not isinstance(
+                error := await future._exception(), LOSSES
+            ):
+                number = step.keywords["number"]
+                reason = f"{type(error).__name__}: {error}"
+                self.failure = TrainingError(number, f"the rule failed: {reason}")
+                self.alarm.set()
+                raise self.failure
+            state = self.told
+        self.told = state
+        await self.tell(step(loss=loss, parameters=state.parameters), state)
 
     # The first that are ready
 
@@ -165,6 +179,7 @@ class ServedTraining(Training):
                 continue
             found = await (self._gathered() if self.rule.gathers else self._reduced())
             if found is not None:
+                self.failures = 0
                 return found
 
     async def _gathered(self) -> Taken | None:
@@ -194,7 +209,7 @@ class ServedTraining(Training):
                 client=self.client,
                 **more,
             )
-        except (HopliteError, ValueError, asyncio.CancelledError) as error:
+        except (Exception, CancelledError) as error:  # such as those of operands
             await self._again(error)
             return None
         state = self._update([total], count)  # it follows at once, when nobody has to be asked
@@ -231,12 +246,15 @@ class ServedTraining(Training):
         self.failures += 1
         if self.failures > len(self.present) + 3:
             raise TrainingError(self.number, f"there is no sum of gradients: {error}")
+        await self.something(until=monotonic() + 0.05 * self.failures)
 
     # A server that leaves
 
     async def _move(self) -> None:
         """Choose another server, with the newest parameters that there are."""
-        candidates = [state for state in (self.state, self.previous) if state is not None]
+        states = [self.state, self.previous, self.told, self.last.state]
+        states += [one.state for one in self.contributions.values()]
+        candidates = sorted((s for s in states if s), key=lambda s: s.version, reverse=True)
         located = await self.client.scheduler.hoplite_locate(
             keys=[state.parameters.key for state in candidates]
         )
@@ -258,6 +276,9 @@ class ServedTraining(Training):
             memory = self.submit(work.begin, self.rule, state.parameters, worker=self.server)
             state = State(state.version, state.parameters, memory)
         self.state, self.previous = state, None
+        self.pending.clear()  # these were there
+        self.reserved = self.reserved and self.server not in self.shares.workers
+        await self.client.scheduler.hoplite_keep(key=state.parameters.key, worker=self.server)
         for worker, one in list(self.contributions.items()):
             if one.version > state.version:  # of parameters that never were
                 self.drop(worker)

@@ -11,12 +11,16 @@ from dask_hoplite.client import check, extension
 from dask_hoplite.collectives.operands import flatten
 from dask_hoplite.sgd import work
 from dask_hoplite.sgd.data import parts_of
-from dask_hoplite.sgd.peers import PeerTraining
+from dask_hoplite.sgd.loop import Plan, State
+from dask_hoplite.sgd.peers import PeerLoop
 from dask_hoplite.sgd.rules import PeerRule, Rule
-from dask_hoplite.sgd.served import ServedTraining, server_among
+from dask_hoplite.sgd.served import ServedLoop, server_among
 from dask_hoplite.sgd.shares import Shares
 from dask_hoplite.sgd.step import Checkpoint, TrainingError
-from dask_hoplite.sgd.training import Plan, State, Training
+from dask_hoplite.sgd.training import Training
+
+#: Seeds for a step: a training that is resumed draws others than before
+SEEDS = 1_000_000
 
 
 def train(
@@ -107,12 +111,19 @@ def train(
     for name, number in (("num_objects", num_objects), ("steps", steps)):
         if number is not None and (not isinstance(number, int) or number < 1):
             raise ValueError(f"{name} is a number from 1, not {number!r}")
+    if resume is not None and not isinstance(resume, Checkpoint):
+        raise TypeError(f"resume is a Checkpoint, not {resume!r}")
     if resume is None:
         begin = parameters, None, 0
     else:
         begin = resume.parameters, resume.memory, resume.step
     plan = Plan(
-        work.Job(rule, gradient, check_gradients), num_objects or 0, steps, timeout, seed, begin[2]
+        work.Job(rule, gradient, check_gradients),
+        num_objects or 0,
+        steps,
+        timeout,
+        seed + begin[2] * SEEDS,
+        begin[2],
     )
     return client.sync(_train, client, plan, begin[0], begin[1], data, server)
 
@@ -138,9 +149,13 @@ async def _train(
     shares = Shares(holders)
     if server is not None:
         server = (await _addresses(client, [server]))[server]
-    if not placed:
+    if placed:
+        plan.aside = [worker for worker in present if worker not in shares.workers]
+    else:
         shares.follow(present, [] if server is None else [server])
     workers = len(shares.workers)
+    if not workers:
+        raise ValueError("there is no data to work on: it is lost")
     if plan.num_objects > workers:
         raise ValueError(
             f"num_objects is {plan.num_objects}, but only {workers} of {len(present)} workers have "
@@ -157,16 +172,16 @@ async def _train(
     if memory is not None:
         memory = await _placed(client, memory, server)
     [(nbytes, _)] = (await client.scheduler.hoplite_locate(keys=[parameters.key])).values()
-    kind = PeerTraining if isinstance(rule, PeerRule) else ServedTraining
+    kind = PeerLoop if isinstance(rule, PeerRule) else ServedLoop
     state = State(plan.first, parameters, memory)
-    training = kind(client, plan, shares, state, nbytes)
-    if isinstance(training, ServedTraining):
-        training.server, training.reserved = server, reserved
+    loop = kind(client, plan, shares, state, nbytes)
+    if isinstance(loop, ServedLoop):
+        loop.server, loop.reserved = server, reserved
         if memory is None and type(rule).memory is not Rule.memory:
-            state.memory = training.submit(work.begin, rule, parameters, worker=server)
+            state.memory = loop.submit(work.begin, rule, parameters, worker=server)
         await client.scheduler.hoplite_keep(key=parameters.key, worker=server)
-    training.begin(present)
-    return training
+    loop.begin(present)
+    return Training(loop)
 
 
 async def _addresses(client: Client, named: list[str]) -> dict[str, str]:

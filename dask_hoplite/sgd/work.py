@@ -53,8 +53,7 @@ def contribution(
     """
     if nested:  # what peers have averaged is what they have contributed
         parameters = parameters[0]
-    takes_seed = "seed" in inspect.signature(job.gradient).parameters
-    more = {"seed": seed} if takes_seed else {}
+    more = {"seed": seed} if _takes_seed(job.gradient) else {}
 
     def gradient(parameters: Any, data: Any) -> tuple[Any, float]:
         value, loss = _split(job.gradient(parameters, data, **more), parameters, job.rule)
@@ -72,19 +71,36 @@ def contribution(
         raise GradientError(step, reason, get_worker().address, part) from error
 
 
+def _takes_seed(function: Callable[..., Any]) -> bool:
+    try:
+        return "seed" in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # it does not say
+        return False
+
+
 class _Unfit(Exception):
     """What the user's function returned is no gradient. Leaves nobody."""
 
 
 def _split(result: Any, parameters: Any, rule: Rule) -> tuple[Any, float]:
     """A gradient, and the loss that came with it, perhaps."""
-    pair = isinstance(result, tuple) and len(result) == 2
-    if pair and isinstance(parameters, tuple) and len(parameters) == 2 and not rule.gathers:
-        pair = np.ndim(result[1]) == 0 and np.ndim(parameters[1]) != 0  # type: ignore[arg-type]
-    if not pair:
+    if not (isinstance(result, tuple) and len(result) == 2):
+        return result, float("nan")
+    # Parameters may be a pair themselves
+    if not rule.gathers and isinstance(parameters, tuple) and _alike(result, parameters):
         return result, float("nan")
     value, loss = result
-    return value, float(loss)
+    try:
+        return value, float(loss)
+    except (TypeError, ValueError):
+        return result, float("nan")
+
+
+def _alike(value: Any, parameters: Any) -> bool:
+    try:
+        return flatten(parameters)[0].differs(flatten(value)[0]) is None
+    except OperandError:
+        return False
 
 
 def _check(value: Any, parameters: Any) -> None:
