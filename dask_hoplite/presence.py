@@ -35,5 +35,6 @@ class Presence:
         """Those that run, as soon as there are others than at a time that was ``seen``."""
         if seen == self.number:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self.changed.wait(), LONG)
+                async with asyncio.timeout(LONG):
+                    await self.changed.wait()
         return self.number, sorted(ws.address for ws in self.scheduler.running)

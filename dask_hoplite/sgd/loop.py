@@ -341,7 +341,7 @@ class Loop:
         return self.state
 
     async def something(
-        self, deadline: float | None = None, what: str = "", until: float | None = None
+        self, deadline: float | None = None, until: float | None = None, what: str = ""
     ) -> None:
         """Wait until something has happened, or a time has come, and see to workers.
 
@@ -353,10 +353,11 @@ class Loop:
         moments = [moment for moment in (deadline, until) if moment is not None]
         timeout = max(min(moments) - monotonic(), 0.0) if moments else None
         try:
-            await asyncio.wait_for(self.alarm.wait(), timeout)
+            async with asyncio.timeout(timeout):  # wait_for may overlook that it is cancelled
+                await self.alarm.wait()
         except TimeoutError:
             if deadline is not None and monotonic() >= deadline:
-                raise TrainingError(self.number, what) from None
+                raise TrainingError(self.number, what or self._late()) from None
         self.alarm.clear()
         if self.failure is not None:
             raise self.failure
@@ -368,15 +369,17 @@ class Loop:
         patience = PATIENCE if self.plan.timeout is None else self.plan.timeout
         deadline = monotonic() + patience
         while not self.contributions:
-            await self.something(deadline, f"there is no worker, since {patience:g} s")
+            what = f"there is no worker, since {patience:g} s"
+            await self.something(deadline, what=what)
 
-    def step_deadline(self) -> tuple[float | None, str]:
-        """When the present step must be there, and what is said if it is not."""
-        timeout = self.plan.timeout
-        if timeout is None:
-            return None, ""
-        late = [worker for worker in self.contributions if worker not in self.finished]
-        return monotonic() + timeout, f"not there within {timeout:g} s; still busy: {late}"
+    def step_deadline(self) -> float | None:
+        """When the present step must be there."""
+        return None if self.plan.timeout is None else monotonic() + self.plan.timeout
+
+    def _late(self) -> str:
+        """What is said if it is not."""
+        busy = [worker for worker in self.contributions if worker not in self.finished]
+        return f"not there within {self.plan.timeout:g} s; still busy: {busy}"
 
     # Results
 

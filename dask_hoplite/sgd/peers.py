@@ -83,7 +83,7 @@ class PeerLoop(Loop):
         Otherwise groups that keep time would never learn of each other. They wait for somebody else
         as long as an average takes: there may be nobody.
         """
-        deadline, what = self.step_deadline()
+        deadline = self.step_deadline()
         patience: float | None = None
         while True:
             await self.somebody()
@@ -98,7 +98,7 @@ class PeerLoop(Loop):
                 patience = patience or monotonic() + self.lasted
                 if monotonic() >= patience:
                     return group
-            await self.something(deadline, what, patience)
+            await self.something(deadline, patience)
 
     async def _end(
         self,

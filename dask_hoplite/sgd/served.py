@@ -183,9 +183,9 @@ class ServedLoop(Loop):
                 return found
 
     async def _gathered(self) -> Taken | None:
-        deadline, what = self.step_deadline()
+        deadline = self.step_deadline()
         while len(self.finished) < min(self.plan.num_objects, len(self.contributions)):
-            await self.something(deadline, what)
+            await self.something(deadline)
             if not self.contributions or self.server not in self.present:
                 return None
         first = list(self.finished.values())[: self.plan.num_objects]
@@ -216,10 +216,10 @@ class ServedLoop(Loop):
         assert total._state is not None
         waiting = asyncio.ensure_future(total._state.wait())
         waiting.add_done_callback(lambda _: self.alarm.set())
-        deadline, what = self.step_deadline()
+        deadline = self.step_deadline()
         try:
             while not waiting.done():
-                await self.something(deadline, what)
+                await self.something(deadline)
                 able = [w for w, one in asked.items() if self.contributions.get(w) is one]
                 if not waiting.done() and (self.server not in self.present or len(able) < count):
                     return None

@@ -72,7 +72,8 @@ class Shelf:
             self.awaited.setdefault(key, set()).add(event)
             try:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(event.wait(), timeout)
+                    async with asyncio.timeout(timeout):
+                        await event.wait()
             finally:
                 if event in (events := self.awaited.get(key, set())):
                     events.remove(event)
