@@ -140,16 +140,14 @@ async def test_all_leave(c, s, *workers):
     checkpoint = await training.checkpoint()
     for w in workers:
         await w.close()
-    step = None
     with pytest.raises(sgd.TrainingError):
-        async for step in training:
-            pass
+        [step async for step in training]
     async with Worker(s.address, nthreads=1) as new:
         training = await sgd.train(
             flat, None, data, sgd.Sum(0.1), steps=2, resume=checkpoint, client=c
         )
         assert [step.number async for step in training] == [1, 2]
-        del training, data, step
+        del training, data
         await new.close()
 
 
