@@ -171,6 +171,7 @@ async def test_local_steps(c, s, *workers):
         each = [rule.work(gradient, want, t)[0] for t in target.values()]
         want = sgd.tree_map(lambda *w: sum(w) / 3, *each)
         np.testing.assert_allclose((await training.parameters)["w"], want["w"])
+        np.testing.assert_allclose((await step.parameters)["w"], want["w"])
     del training, step, data
     await nothing_left(s, workers)
 

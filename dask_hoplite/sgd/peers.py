@@ -130,5 +130,8 @@ class PeerLoop(Loop):
             await before
         now = monotonic()
         seconds, self.told = now - self.told, now
-        step = Step(number, loss, workers, staleness, self.nbytes, seconds, state.parameters)
+        parameters = state.parameters
+        if state.nested:  # the user is to get what is in it
+            parameters = self.client.submit(work.item, parameters, 0, pure=False)
+        step = Step(number, loss, workers, staleness, self.nbytes, seconds, parameters)
         await self.tell(step, state)
