@@ -117,7 +117,8 @@ class AsyncSGD(Use):
         self.parameters = self.on(self.server, zeros, self.nbytes)
         self.contribution, self.apply = gradient, functools.partial(update, rate)
         pairs = zip(self.others, self.lateness(), strict=True)
-        return sgd.Sum(rate), [self.on(worker, load, late) for worker, late in pairs]
+        # On its host, rather than its worker: another one may be started there
+        return sgd.Sum(rate), [self.on(get_address_host(w), load, late) for w, late in pairs]
 
     def steps(self) -> Iterator[object]:
         rule, data = self.start()

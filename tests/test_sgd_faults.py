@@ -19,7 +19,7 @@ from distributed.utils_test import captured_logger
 from dask_hoplite import Hoplite, sgd
 from tests import helpers
 from tests.helpers import hoplite_cluster
-from tests.test_collectives import nothing_left
+from tests.test_collectives import nothing_left, put
 
 until = partial(helpers.until, timeout=25)
 
@@ -83,6 +83,25 @@ async def test_a_contributor_leaves_and_one_joins(c, s, *workers, rule):
         await until_from(training, new.address)
         await training.close()
         await new.close()
+
+
+@hoplite_cluster()
+async def test_data_that_may_come_back(c, s, *workers):
+    """Whoever is to work on it works on other data meanwhile."""
+    await c.register_plugin(Hoplite())
+    victim, *others = workers
+    data = put(c, [1.0, 2.0, 3.0, 4.0], workers)  # each on its worker, and nowhere else
+    training = await sgd.train(flat, zeros(), data, sgd.Sum(0.1), 2, client=c, timeout=20)
+    await anext(training)
+    await victim.close()
+    missing = {w.address for w in others}
+    await until(lambda: set(training._loop.shares.workers) == missing)
+    for _ in range(4):
+        await anext(training)  # what was made before
+    for _ in range(10):
+        missing -= set((await anext(training)).contributors)
+    assert not missing
+    await training.close()
 
 
 @hoplite_cluster(Worker=Nanny, nthreads=[("127.0.0.1", 1)] * 3)

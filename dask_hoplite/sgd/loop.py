@@ -104,6 +104,7 @@ class Loop:
         self.number = plan.first
         self.contributions: dict[str, Contribution] = {}  # by worker
         self.finished: dict[str, Contribution] = {}  # those that are there, in that order
+        self.missing: set[Key] = set()  # data that was lost, and may come back
         self.present: list[str] = []  # workers that there are
         self.alarm = asyncio.Event()  # something has happened
         self.failure: BaseException | None = None
@@ -195,9 +196,11 @@ class Loop:
     # Contributions
 
     def ask(self, worker: str, state: State) -> None:
-        """Let a worker compute with some parameters."""
+        """Let a worker compute with some parameters, if there is any of its data."""
         plan = self.plan
-        part = self.shares.next(worker)
+        part = self._part_for(worker)
+        if part is None:
+            return
         plan.seed += 1000
         future = self.submit(
             work.contribution,
@@ -213,6 +216,35 @@ class Loop:
         )
         told = self.contributions[worker] = Contribution(worker, state.version, part, future, state)
         told.following = self._spawn(self._follow(told))
+
+    def _part_for(self, worker: str) -> Key | None:
+        """What a worker takes next of its data: not what was lost, and is not there again."""
+        for _ in range(len(self.shares.parts[worker])):
+            part = self.shares.next(worker)
+            if self.plan.parts[part].status == "finished":
+                return part
+            if part not in self.missing:
+                self.missing.add(part)
+                self._spawn(self._return_of(part))
+        return None
+
+    async def _return_of(self, part: Key) -> None:
+        """Wait until data is there again, or is known to be lost for good."""
+        state = self.plan.parts[part]._state
+        assert state is not None
+        await state.wait()
+        self.missing.discard(part)
+        self._do_without(part)
+        self.alarm.set()
+
+    def _do_without(self, part: Key) -> None:
+        """Forget data that is lost for good."""
+        if self._part_failed(part):
+            logger.warning("Hoplite: data %r is lost, and not used any more", part)
+            del self.plan.parts[part]
+            self.shares.drop(part)
+        if not self.plan.parts:
+            self.failure = TrainingError(self.number, "all data is lost")
 
     def submit(
         self, function: Any, *args: Any, worker: str, name: str = "", priority: int = 0
@@ -262,16 +294,11 @@ class Loop:
             return
         logger.info("Hoplite: no contribution of %s: %s", told.worker, error)
         self.drop(told.worker)
-        if self._part_failed(told.part):
-            logger.warning("Hoplite: data %r is lost, and not used any more", told.part)
-            del self.plan.parts[told.part]
-            self.shares.drop(told.part)
-        if not self.plan.parts:
-            self.failure = TrainingError(self.number, "all data is lost")
+        self._do_without(told.part)
 
     def _part_failed(self, key: Key) -> bool:
         part = self.plan.parts.get(key)
-        return part is not None and part.status in ("cancelled", "error", "lost")
+        return part is not None and part.status in ("cancelled", "error")
 
     def drop(self, worker: str) -> None:
         """Do without what a worker computes."""
