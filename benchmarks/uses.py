@@ -244,6 +244,7 @@ class Ensemble(Use):
         self.base = np.zeros(self.nbytes // 4, "f4")
         self.asked = self.answered = 0
         self.right = True
+        self.latencies: list[float] = []  # of queries
         seconds = self.nbytes / self.goodput
         lateness = [0.0, *self.lateness()]
         models = [
@@ -273,6 +274,7 @@ class Ensemble(Use):
             waiting = deque(ensemble.submit(self.query()) for _ in range(QUERIES))
             while True:
                 answer = waiting.popleft().result()
+                self.latencies.append(answer.seconds)
                 self.check(answer.value, len(answer.models))
                 waiting.append(ensemble.submit(self.query()))
                 yield answer
@@ -280,19 +282,26 @@ class Ensemble(Use):
     def by_tasks(self, models: list[Future]) -> Iterator[object]:
         """In plain Dask: straight to one worker, from which the others take it."""
 
-        def submit() -> Future:
+        def submit() -> tuple[float, Future]:
+            begun = time.perf_counter()
             query = self.client.scatter(
                 self.query(), workers=self.workers[:1], direct=True, hash=False
             )
             pairs = zip(self.workers, models, strict=True)
             said = [self.on(worker, predict, model, query) for worker, model in pairs]
-            return self.on(self.server, add, *said)
+            return begun, self.on(self.server, add, *said)
 
         waiting = deque(submit() for _ in range(QUERIES))
         while True:
-            self.check(waiting.popleft().result(), len(models))
+            begun, answer = waiting.popleft()
+            self.check(answer.result(), len(models))
+            self.latencies.append(time.perf_counter() - begun)
             waiting.append(submit())
             yield None
+
+    def figures(self) -> dict[str, object]:
+        p50, p99 = np.percentile(self.latencies[WARM_UP:], [50, 99])
+        return {**super().figures(), "p50": float(p50), "p99": float(p99)}
 
     def correct(self) -> bool:
         self.iterator.close()  # type: ignore[attr-defined]
