@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from functools import partial
 
 import numpy as np
@@ -17,22 +16,9 @@ from distributed import Nanny, Worker, get_worker
 from distributed.utils_test import captured_logger
 
 from dask_hoplite import Hoplite, sgd
-from tests import helpers
 from tests.helpers import hoplite_cluster
 from tests.test_collectives import nothing_left, put
-
-until = partial(helpers.until, timeout=25)
-
-#: Whether gradients that wait may be computed: of this process, as all workers are
-GO = threading.Event()
-
-
-@pytest.fixture(autouse=True)
-def gate():
-    """Gradients wait until the test lets them go on, or is over."""
-    GO.clear()
-    yield
-    GO.set()
+from tests.test_sgd import GO, gate, until  # noqa: F401  (gate: a fixture)
 
 
 def flat(parameters, target):

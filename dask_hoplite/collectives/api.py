@@ -389,8 +389,7 @@ async def _submit(
         answer = await client.scheduler.hoplite_hold(key=key, operands=held, workers=named)
         deadline = monotonic() + GRAPHS
         while answer["missing"]:
-            # What was submitted just before goes another way to the scheduler, and may be slower.
-            await asyncio.sleep(0.01)
+            # The scheduler has waited for them; but large graphs take longer.
             if monotonic() > deadline and not answer["busy"]:
                 raise TransferError(answer["missing"][0], "it was released, and cannot be combined")
             await _check_operands(client, futures, wish["count"])

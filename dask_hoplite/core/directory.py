@@ -265,8 +265,9 @@ class Directory:
         others = [other for other in self.trees.values() if other is not tree]
         leaving = sum(other.leaving(source) for other in others) if source is not None else 0
         coming = sum(other.coming(host) for other in others) if host is not None else 0
-        share = self.cost.expected / (1 + max(leaving, coming))
-        return max(leaving, coming) > 0 and (transfer.rate or 0.0) >= FAIR * share
+        beside = max(leaving, coming)
+        share = self.cost.expected / (1 + beside)
+        return beside > 0 and (transfer.rate or 0.0) >= FAIR * share
 
     def _is_new(self, peer: Transfer) -> bool:
         """Whether a source has so new a source itself that nothing can be said of it yet."""

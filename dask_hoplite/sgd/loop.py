@@ -46,13 +46,15 @@ class Contribution:
     part : Key
         What it works on.
     future : Future
+    state : State, optional
+        Those parameters, while it is computed.
     """
 
     worker: str
     version: int
     part: Key
     future: Future
-    state: State | None  #: those parameters, while it is computed
+    state: State | None
     following: asyncio.Task[None] | None = None
 
 
@@ -216,6 +218,11 @@ class Loop:
         )
         told = self.contributions[worker] = Contribution(worker, state.version, part, future, state)
         told.following = self._spawn(self._follow(told))
+
+    def go_on(self, worker: str, state: State) -> None:
+        """Let a worker that has contributed compute on, if it is still there."""
+        if worker in self.present and worker in self.shares.parts:
+            self.ask(worker, state)
 
     def _part_for(self, worker: str) -> Key | None:
         """What a worker takes next of its data: not what was lost, and is not there again."""

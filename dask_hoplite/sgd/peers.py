@@ -44,8 +44,7 @@ class PeerLoop(Loop):
             )
             state = State(number + 1, mean, nested=True)
             for one in used:
-                if one.worker in self.present and one.worker in self.shares.workers:
-                    self.ask(one.worker, state)
+                self.go_on(one.worker, state)
             telling = self._spawn(self._end(telling, number, used, state, monotonic()))
             del used, mean
         if telling is not None:

@@ -78,8 +78,7 @@ class ServedLoop(Loop):
                 for one in taken.contributions:
                     if self.contributions.get(one.worker) is one:
                         self.drop(one.worker)
-                        if one.worker in self.present and one.worker in self.shares.workers:
-                            self.ask(one.worker, self.state)
+                        self.go_on(one.worker, self.state)
                 now = monotonic()
                 step = partial(
                     Step,
@@ -200,14 +199,13 @@ class ServedLoop(Loop):
         if type(self.rule).weight is not Rule.weight:
             now = self.state.version
             weights = [self.rule.weight(now - one.version) for one in asked.values()]
-        more: dict[str, Any] = {} if weights is None else {"weights": weights}
         try:
             total: Future = await collectives.reduce(
                 [one.future for one in asked.values()],
                 num_objects=count,
                 root=self.server,
                 client=self.client,
-                **more,
+                weights=weights,
             )
         except (Exception, CancelledError) as error:  # such as those of operands
             await self._again(error)
@@ -260,8 +258,7 @@ class ServedLoop(Loop):
         )
         for state in candidates:
             _, holders = located.get(state.parameters.key, (0, ()))
-            there = [worker for worker in holders if worker in self.present]
-            if there:
+            if not set(self.present).isdisjoint(holders):
                 break
         else:
             at = self.last.step.number
