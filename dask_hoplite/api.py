@@ -60,8 +60,11 @@ def broadcast(
 
     Examples
     --------
-    >>> weights = hoplite.broadcast(model)  # doctest: +SKIP
-    >>> scores = client.map(evaluate, batches, model=weights)  # doctest: +SKIP
+    >>> weights = hoplite.broadcast(np.arange(1_000_000.0))
+    >>> len(client.who_has()[weights.key])  # there are three workers
+    3
+    >>> client.submit(lambda weights, i: float(weights[i]), weights, 7).result()
+    7.0
     """
     client = client or get_client()
     return client.sync(_broadcast, client, x, _workers(workers), timeout)
@@ -120,6 +123,12 @@ def scatter(
         If there is no worker within the client's timeout.
     NotInstalledError
         If the cluster has no Hoplite.
+
+    Examples
+    --------
+    >>> ones, zeros = hoplite.scatter([np.ones(1_000_000), np.zeros(1_000_000)])
+    >>> float(client.submit(np.sum, ones).result())
+    1000000.0
     """
     client = client or get_client()
     return client.sync(_scatter, client, values, _workers(workers))
@@ -153,6 +162,13 @@ def gather(futures: Any, client: Client | None = None) -> Any:
         If a future is another client's.
     Exception
         That of a future's task, if it failed.
+
+    Examples
+    --------
+    >>> parts = client.map(np.full, [1_000_000, 2_000_000], [0.5, 1.5])
+    >>> values = hoplite.gather({"small": parts[0], "large": parts[1:]})
+    >>> values["small"].nbytes, values["large"][0].nbytes
+    (8000000, 16000000)
     """
     client = client or get_client()
     return client.sync(_gather, client, futures)
@@ -180,6 +196,12 @@ def transfers(client: Client | None = None) -> Any:
         and ``stop`` (seconds since the epoch, by the scheduler's clock; ``stop`` is None while it
         runs), ``status`` ("running", "finished", or why it ended), ``path`` (how the bytes went),
         ``reason`` (why this source was chosen). With an asynchronous client, an awaitable.
+
+    Examples
+    --------
+    >>> weights = hoplite.broadcast(np.ones(1_000_000))
+    >>> sum(t["nbytes"] for t in hoplite.transfers() if t["key"] == weights.key)
+    24000000
     """
     client = client or get_client()
     return client.sync(_transfers, client)
@@ -200,6 +222,12 @@ def status(client: Client | None = None) -> Any:
         ``partial`` (bytes by key), ``waiting`` (keys); ``objects``: by key ``nbytes``, ``holders``
         and the present ``tree`` (for each receiver its source, the bytes it has, and the reason
         for the choice); ``version``. With an asynchronous client, an awaitable.
+
+    Examples
+    --------
+    >>> weights = hoplite.broadcast(np.ones(1_000_000))
+    >>> [weights.key in worker["whole"] for worker in hoplite.status()["workers"].values()]
+    [True, True, True]
     """
     client = client or get_client()
     return client.sync(_status, client)

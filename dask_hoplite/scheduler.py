@@ -81,7 +81,11 @@ class Hoplite(SchedulerPlugin):
 
     Examples
     --------
-    >>> client.register_plugin(Hoplite())  # doctest: +SKIP
+    >>> client.register_plugin(Hoplite())
+
+    With settings of one's own, before anybody else has registered it:
+
+    >>> plugin = Hoplite(min_size="2 MiB", stall_timeout="5s")
     """
 
     name = NAME

@@ -1,13 +1,17 @@
 """An ensemble that answers queries: each of its models predicts, and what they say is combined.
 
 A query goes to the models' workers as one pipeline, each model predicts where it is, and the
-predictions are combined on their way from worker to worker::
+predictions are combined on their way from worker to worker.
 
-    models = client.map(train, seeds)
-    with serving.Ensemble(models, "argmax", quorum=3, timeout=0.5) as ensemble:
-        print(ensemble.predict(images).value)
-        answers = [ensemble.submit(batch) for batch in batches]  # all are under way at a time
-        print([answer.result().value for answer in answers], ensemble.latencies())
+>>> from dask_hoplite import serving
+>>> models = client.map(lambda seed: np.random.default_rng(seed).random((10, 3)), range(3))
+>>> ask = lambda model, query: query @ model
+>>> with serving.Ensemble(models, "argmax", predict=ask, quorum=2) as ensemble:
+...     print(ensemble.predict(np.ones((5, 10))).value)
+...     answers = [ensemble.submit(np.eye(10)[i]) for i in range(4)]  # all at a time
+...     print([int(answer.result().value) for answer in answers])
+[1 1 1 1 1]
+[1, 2, 0, 1]
 """
 
 from __future__ import annotations

@@ -111,11 +111,23 @@ def reduce(
 
     Examples
     --------
-    >>> gradients = client.map(gradient, batches)  # doctest: +SKIP
-    >>> step = hoplite.reduce(gradients, "mean", num_objects=4)  # doctest: +SKIP
-    >>> used = hoplite.contributors(step)  # doctest: +SKIP
-    >>> fair = [1 / (1 + staleness) for staleness in ages]  # doctest: +SKIP
-    >>> step = hoplite.reduce(gradients, num_objects=4, weights=fair)  # doctest: +SKIP
+    >>> gradients = client.map(np.full, [1_000_000] * 3, [1.0, 2.0, 4.0])
+    >>> total = hoplite.reduce(gradients)
+    >>> float(total.result()[-1])
+    7.0
+
+    It is an argument as others are, also before it exists:
+
+    >>> mean = hoplite.reduce(gradients, "mean", weights=[1, 0.5, 0.25])
+    >>> client.submit(lambda mean: float(mean[0]), mean).result()
+    1.0
+
+    The first two that are ready, and which these were:
+
+    >>> step = hoplite.reduce(gradients, num_objects=2)
+    >>> used = hoplite.contributors(step)
+    >>> float(step.result()[0]) == sum(float(gradient.result()[0]) for gradient in used)
+    True
     """
     client = client or get_client()
     wish = _wish(Op.of(op), num_objects, timeout, ordered, weights)
@@ -160,6 +172,16 @@ def allreduce(
     Large operands that are all ready go round in a ring, in which each worker combines a share and
     tells the others (reduce-scatter and allgather). Otherwise the result spreads from its root
     while it is still being formed there.
+
+    Examples
+    --------
+    >>> address = list(client.scheduler_info()["workers"])
+    >>> models = [client.submit(np.full, 1_000_000, n, workers=address[n]) for n in range(3)]
+    >>> mean = hoplite.allreduce(models, "mean")
+    >>> float(mean.result()[-1])
+    1.0
+    >>> len(client.who_has()[mean.key])
+    3
     """
     client = client or get_client()
     wish = _wish(Op.of(op), num_objects, timeout, ordered, weights)
@@ -194,6 +216,13 @@ def allgather(
     ------
     Exception
         As :func:`reduce`.
+
+    Examples
+    --------
+    >>> parts = client.map(np.full, [1_000_000] * 2, ["a", "b"])
+    >>> everything = hoplite.allgather(parts)
+    >>> client.submit(lambda parts: [str(part[0]) for part in parts], everything).result()
+    ['a', 'b']
     """
     client = client or get_client()
     wish = _wish(None)
@@ -234,6 +263,13 @@ def reduce_scatter(
     Where each worker that holds operands is to have a block, these go round in a ring, and each
     link carries ``(n-1)/n`` of the bytes. If the ring breaks, or others are to have the blocks,
     each block is a reduction of its own.
+
+    Examples
+    --------
+    >>> operands = client.map(np.arange, [6_000_000] * 2, pure=False)
+    >>> blocks = hoplite.reduce_scatter(operands, workers=list(client.scheduler_info()["workers"]))
+    >>> [len(block) for block in client.gather(blocks)]
+    [2000000, 2000000, 2000000]
     """
     client = client or get_client()
     return client.sync(_reduce_scatter, client, futures, _wish(Op.of(op)), _named(workers))
@@ -290,6 +326,12 @@ def contributors(future: Future, client: Client | None = None) -> Any:
         If it is not the future of a reduction.
     Exception
         What the reduction failed with.
+
+    Examples
+    --------
+    >>> operands = client.map(np.full, [1_000_000] * 3, [1.0, 2.0, 4.0])
+    >>> len(hoplite.contributors(hoplite.reduce(operands, num_objects=2)))
+    2
     """
     client = client or get_client()
     return client.sync(_contributors, client, future)
