@@ -178,7 +178,8 @@ def transfers(client: Client | None = None) -> Any:
         ``key``, ``source`` and ``receiver`` (addresses; a client's id where it pushed), ``nbytes``,
         ``received`` (bytes), ``resumed_from`` (the byte at which this source took over), ``start``
         and ``stop`` (seconds since the epoch, by the scheduler's clock; ``stop`` is None while it
-        runs), ``status`` ("running", "finished", or why it ended), ``path`` (how the bytes went),
+        runs), ``latency`` (seconds to the first byte from this source; None if that is not known),
+        ``status`` ("running", "finished", or why it ended), ``path`` (how the bytes went),
         ``reason`` (why this source was chosen). With an asynchronous client, an awaitable.
     """
     client = client or get_client()
