@@ -77,7 +77,7 @@ class Status(dict[str, Any]):
             for key, tree in objects.items()
             for receiver, edge in tree["tree"].items()
         ]
-        moving = f"{_count(len(objects), 'object')} on the way"
+        moving = f"{_count(sum(bool(tree['tree']) for tree in objects.values()), 'object')} moving"
         return [
             (title, self._workers, rows[-SHOWN:]),
             (moving, self._objects, trees[-SHOWN:]),

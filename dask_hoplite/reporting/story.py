@@ -176,7 +176,7 @@ def tell(rows: Iterable[Mapping[str, Any]], now: float) -> Story:
     Parameters
     ----------
     rows : iterable of mapping
-        Those of :func:`dask_hoplite.transfers` that are about one key.
+        Those of :func:`dask_hoplite.transfers` that are about one key, in their order.
     now : float
         The time, by the clock of these rows, up to which those are drawn that still run.
 
@@ -189,7 +189,7 @@ def tell(rows: Iterable[Mapping[str, Any]], now: float) -> Story:
     ValueError
         If no row says that anything came from anybody.
     """
-    rows = sorted(rows, key=lambda row: (row["start"], row["stop"] is None, row["stop"] or 0.0))
+    rows = sorted(rows, key=lambda row: row["start"])
     arrivals = _arrivals(rows, now)
     if not arrivals:
         raise ValueError("nothing has moved")
