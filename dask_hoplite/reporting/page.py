@@ -77,7 +77,7 @@ def transfers(story: Story, names: Names) -> dict[str, Any]:
         "shares": [
             {
                 "kind": share.name.replace(" ", "-"),
-                "seconds": f"{share.seconds:.6f}",
+                "percent": f"{100 * share.seconds / sum(s.seconds for s in story.shares):.2f}",
                 "time": _time(share.seconds),
                 "text": share.text,
             }
