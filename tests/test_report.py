@@ -27,7 +27,7 @@ from dask_hoplite import Hoplite, NotInstalledError, ReportError
 from dask_hoplite.collectives.account import REMEMBERED
 from dask_hoplite.reporting import chart
 from dask_hoplite.reporting.chart import Box, Link, Span
-from dask_hoplite.reporting.page import Names, verdict
+from dask_hoplite.reporting.page import Names, transfers, verdict
 from dask_hoplite.reporting.story import tell
 from dask_hoplite.representations import Status, Transfers
 from tests.helpers import array, hoplite_cluster, hosted, plugin, until
@@ -70,6 +70,17 @@ def test_an_orphan_goes_on_elsewhere():
     assert (takeover.byte, takeover.at, takeover.why) == (40, 4.0, "source left")
     assert [(piece.first, piece.end) for piece in c.pieces] == [(0, 40), (40, 100)]
     assert story.last is c and story.seconds == 10.0
+
+
+def test_who_had_all_of_it_and_left_is_shown_as_gone():
+    rows = [row("tcp://a:1", "tcp://b:1", 0.0, 1.0), row("tcp://b:1", "tcp://c:1", 0.0, 1.0)]
+    there = {f"tcp://{name}:1": {"name": name, "there": name != "b"} for name in "abc"}
+    boxes = transfers(tell(rows, 1.0), Names(there))["tree"].boxes
+    assert {box.label: (box.kind, box.note) for box in boxes} == {
+        "a": ("root", ""),
+        "b": ("bad", "1.00 s, left"),
+        "c": ("good", "1.00 s"),
+    }
 
 
 def test_what_is_running_and_what_nobody_has():

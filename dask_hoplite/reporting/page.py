@@ -229,11 +229,12 @@ def _who(address: str, names: Names) -> str:
 
 def _box(arrival: Arrival, story: Story, names: Names) -> Box:
     kind = _kind(arrival)
+    left = names.left(arrival.receiver)
     last = arrival.pieces[-1]
     if kind == "new":
         note = f"at {format_bytes(last.first)}"
     elif kind == "good":
-        note = f"{arrival.stop - story.begin:.2f} s"
+        note = f"{arrival.stop - story.begin:.2f} s" + (", left" if left else "")
     elif arrival.status == "receiver left":
         note = "left"
     else:
@@ -244,6 +245,7 @@ def _box(arrival: Arrival, story: Story, names: Names) -> Box:
     )
     if kind == "new":
         title += f"; from byte {last.first:,} on from {names.long(last.source)}"
+    kind = "bad" if left else kind
     return Box(arrival.receiver, names.short(arrival.receiver), note, kind, title)
 
 
