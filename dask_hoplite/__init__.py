@@ -22,8 +22,11 @@ from dask_hoplite.exceptions import (
     ObjectLostError,
     ObjectTooLargeError,
     ReductionError,
+    ReportError,
     TransferError,
 )
+from dask_hoplite.progress import progress
+from dask_hoplite.report import report
 from dask_hoplite.scheduler import Hoplite
 
 __all__ = [
@@ -35,14 +38,17 @@ __all__ = [
     "ObjectTooLargeError",
     "OperandError",
     "ReductionError",
+    "ReportError",
     "TransferError",
     "allgather",
     "allreduce",
     "broadcast",
     "contributors",
     "gather",
+    "progress",
     "reduce",
     "reduce_scatter",
+    "report",
     "scatter",
     "status",
     "transfers",

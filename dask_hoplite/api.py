@@ -10,6 +10,7 @@ from distributed.client import futures_of, no_default
 
 from dask_hoplite.client import check, extension
 from dask_hoplite.exceptions import TransferError
+from dask_hoplite.representations import Status, Transfers
 
 
 def broadcast(
@@ -194,8 +195,10 @@ def transfers(client: Client | None = None) -> Any:
         ``key``, ``source`` and ``receiver`` (addresses; a client's id where it pushed), ``nbytes``,
         ``received`` (bytes), ``resumed_from`` (the byte at which this source took over), ``start``
         and ``stop`` (seconds since the epoch, by the scheduler's clock; ``stop`` is None while it
-        runs), ``status`` ("running", "finished", or why it ended), ``path`` (how the bytes went),
-        ``reason`` (why this source was chosen). With an asynchronous client, an awaitable.
+        runs), ``latency`` (seconds to the first byte from this source; None if that is not known),
+        ``status`` ("running", "finished", or why it ended), ``path`` (how the bytes went),
+        ``reason`` (why this source was chosen). It shows itself as a table. With an asynchronous
+        client, an awaitable.
 
     Examples
     --------
@@ -221,7 +224,8 @@ def status(client: Client | None = None) -> Any:
         ``workers``: by address ``bytes_in`` and ``bytes_out`` by Hoplite, keys held ``whole``,
         ``partial`` (bytes by key), ``waiting`` (keys); ``objects``: by key ``nbytes``, ``holders``
         and the present ``tree`` (for each receiver its source, the bytes it has, and the reason
-        for the choice); ``version``. With an asynchronous client, an awaitable.
+        for the choice); ``version``. It shows itself as tables. With an asynchronous client, an
+        awaitable.
 
     Examples
     --------
@@ -233,14 +237,14 @@ def status(client: Client | None = None) -> Any:
     return client.sync(_status, client)
 
 
-async def _transfers(client: Client) -> list[dict[str, Any]]:
+async def _transfers(client: Client) -> Transfers:
     await extension(client)
-    return list(await client.scheduler.hoplite_transfers())
+    return Transfers(await client.scheduler.hoplite_transfers())
 
 
-async def _status(client: Client) -> dict[str, Any]:
+async def _status(client: Client) -> Status:
     await extension(client)
-    return await client.scheduler.hoplite_status()
+    return Status(await client.scheduler.hoplite_status())
 
 
 def _workers(workers: Collection[str] | str | None) -> list[str] | None:

@@ -97,6 +97,26 @@ class EnsembleError(HopliteError):
         return f"{self.count} models are left, and an answer takes {self.quorum}: {why}"
 
 
+class ReportError(HopliteError, ValueError):
+    """There is nothing that a report could show of an object.
+
+    Parameters
+    ----------
+    key : Key
+        The object.
+    reason : str
+        Why not.
+    """
+
+    def __init__(self, key: object, reason: str):
+        self.key = key
+        self.reason = reason
+        super().__init__(key, reason)
+
+    def __str__(self) -> str:
+        return f"{self.key!r}: {self.reason}"
+
+
 class SourceFailedError(OSError):
     """One source failed; another one may do. Does not leave the package."""
 

@@ -42,6 +42,7 @@ from dask_hoplite.core.events import (
 from dask_hoplite.core.instructions import Cancel, Instruction
 from dask_hoplite.core.wishes import Wishes
 from dask_hoplite.exceptions import ObjectLostError
+from dask_hoplite.inquiries import Inquiries
 from dask_hoplite.messages import decode, encode
 from dask_hoplite.presence import Presence
 from dask_hoplite.puts import Puts
@@ -126,6 +127,7 @@ class Hoplite(SchedulerPlugin):
         self.tasks: set[asyncio.Task[Any]] = set()
         self.reductions = Reductions(self, scheduler)
         self.presence = Presence(scheduler)
+        self.inquiries = Inquiries(self, scheduler)
         self._reset()
         for address in scheduler.workers:
             self.add_worker(scheduler, address)
@@ -162,6 +164,8 @@ class Hoplite(SchedulerPlugin):
             "hoplite_relay": self.relay,
             "hoplite_transfers": self.transfers,
             "hoplite_status": self.status,
+            "hoplite_report": self.inquiries.report,
+            "hoplite_progress": self.inquiries.progress,
         }
         methods: dict[str, Callable[..., Any]] = {
             "scatter": puts.scatter,
@@ -243,6 +247,7 @@ class Hoplite(SchedulerPlugin):
         """Count a worker in."""
         self.handle(WorkerJoined(worker, scheduler.workers[worker].host))
         self.presence.change()
+        self.inquiries.joined(worker)
         self.fulfil(self.wishes.of(worker))
 
     def worker_status_change(self, worker: str, **kwargs: Any) -> None:

@@ -153,7 +153,8 @@ def test_help_by_the_dask_command():
     assert "demo" in output
 
 
-def test_examples_of_the_readme(capsys):
+def test_examples_of_the_readme(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where they may write
     examples = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     names = {}
     try:

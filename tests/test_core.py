@@ -794,6 +794,42 @@ def test_log_and_bytes():
     assert (done["start"], done["stop"]) == (11.0, 12.0)
 
 
+def test_rows_are_the_callers():
+    story = Story("a1 b1", holders="a1")
+    story.want("b1")
+    story.finish("b1")
+    for row in story.directory.log():
+        row["start"] += 1
+    assert [row["start"] for row in story.directory.log()] == [0.0]
+
+
+def test_an_orphan_that_is_given_a_source_before_it_asks_goes_on_where_it_is():
+    story = Story("a1 b1 c1 d1", holders="a1")
+    story.want("b1", "c1")
+    old = story.epochs["c1"]
+    story.leave("b1")  # which the directory hears of before c1 says how far it is
+    story.fail("c1", received=700, epoch=old)
+    story.finish("c1")
+    directory = story.directory
+    assert directory.bytes_in["c1"] == NBYTES
+    assert directory.bytes_out == {"a1": NBYTES - 700}
+    lost, _, done = directory.log()
+    assert (lost["source"], lost["received"], lost["status"]) == ("b1", 700, "source left")
+    assert (done["source"], done["resumed_from"], done["received"]) == ("a1", 700, NBYTES)
+
+
+def test_the_time_to_the_first_byte_is_known_of_a_first_source():
+    story = Story("a1 b1 c1", holders="a1 c1")
+    story.want("b1")
+    story.leave("a1")
+    story.finish("b1", latency=-1.0)  # of one that it asked before
+    story.join("a1")
+    story.want("a1")
+    story.finish("a1", latency=0.25)
+    known = {row["receiver"]: row["latency"] for row in story.directory.log()}
+    assert known == {"b1": None, "a1": 0.25}
+
+
 def test_not_an_event():
     with pytest.raises(TypeError, match="not an event"):
         Story("a1").handle("x")

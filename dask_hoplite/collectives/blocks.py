@@ -96,6 +96,7 @@ class Group:
         for member in self.members.values():
             member.parked = False
             member.plan.over = True
+            member.account.sums = self.ring.account.sums
             if reductions.runs.get(member.key) is member and member.root is not None:
                 reductions.watch(member)
                 reductions.contributors[member.key] = contributors

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterable
 from time import monotonic, time
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from dask._task_spec import Task
 from distributed.protocol.pickle import dumps
 from distributed.protocol.serialize import ToPickle
 
+from dask_hoplite.collectives.account import REMEMBERED, Account
 from dask_hoplite.collectives.blocks import Group
 from dask_hoplite.collectives.gatherings import Gatherings
 from dask_hoplite.collectives.reducer import result_of
@@ -88,6 +89,7 @@ class Run:
         self.group: Group | None = None
         self.preferred = False  # whether we have told Dask where
         self.parked = False  # while its group decides, or does its work
+        self.account = Account(key, len(self.operands))
 
     def take_events(self) -> list[ReductionEvent]:
         """What is to be handled. The root first: what is ready is placed with a view to it."""
@@ -124,6 +126,7 @@ class Reductions:
         self.groups: dict[Key, Group] = {}
         self.gatherings = Gatherings(hoplite, scheduler)
         self.contributors: dict[Key, tuple[Key, ...]] = {}
+        self.ended: deque[dict[str, Any]] = deque(maxlen=REMEMBERED)  #: for people
         self.number = itertools.count(1).__next__
         #: From how many others each worker takes; None: as the cost model recommends
         self.degree: int | None = None
@@ -223,7 +226,7 @@ class Reductions:
         elif finish == "memory":
             self._arrived(run, ts)
         elif finish in ("erred", "forgotten"):
-            self._end(run)
+            self._end(run, "failed" if finish == "erred" else "released")
 
     def _root(self, run: Run, worker: str | None) -> None:
         run.root = worker
@@ -248,12 +251,13 @@ class Reductions:
             # From now on, it is known of what Dask would have to make it again.
             if (dts := self.scheduler.tasks.get(operand)) is not None:
                 ts.add_dependency(dts)
-        self._end(run)
+        self._end(run, "finished")
 
-    def _end(self, run: Run) -> None:
-        """Leave nothing behind of a run."""
+    def _end(self, run: Run, status: str = "given up") -> None:
+        """Leave nothing behind of a run, but what people may want to know of it."""
         if self.runs.pop(run.key, None) is None:
             return
+        self.ended.append(run.account.row(status, len(self.contributors.get(run.key, ()))))
         if run.group is not None and run.parked:  # a block is not wanted any more
             run.parked = False
             run.group.dissolve()
@@ -325,6 +329,7 @@ class Reductions:
             return
         if isinstance(event, Combined):
             self._learn(run, event)
+            run.account.end(event.node)
         self.now(run, event)
 
     def _learn(self, run: Run, event: Combined) -> None:
@@ -366,6 +371,7 @@ class Reductions:
             if isinstance(told, Combine):
                 self.combine(run, told)
             elif isinstance(told, Forget):
+                run.account.end(told.node, f"given up: {run.plan.reason or 'a worker left'}")
                 self.hoplite.send(told.worker, "hoplite-forget", key=told.key, node=told.node)
             elif isinstance(told, Later):
                 loop = asyncio.get_running_loop()
@@ -407,6 +413,7 @@ class Reductions:
                 "weights": weights and [weights[operand] for operand in told.operands],
             },
         )
+        run.account.begin(told)
         run.workers.add(told.worker)
         if result is not None:
             self.runs[result].workers.add(told.worker)  # it may be there, and not be wanted
@@ -565,6 +572,13 @@ class Reductions:
         """Hold nothing for a client that has not gone on to ask for its reduction."""
         if key not in self.scheduler.tasks:
             self._let_go(holder(key))
+
+    def accounts(self, key: Key) -> list[dict[str, Any]]:
+        """The runs of a reduction that are remembered, in order of time."""
+        found = [dict(row) for row in self.ended if row["key"] == key]
+        if (run := self.runs.get(key)) is not None:
+            found.append(run.account.row())
+        return found
 
     async def contributors_of(self, key: Key) -> tuple[Key, ...] | None:
         """The operands that went into a result."""

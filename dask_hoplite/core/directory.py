@@ -141,7 +141,7 @@ class Directory:
             tree.landed.pop(event.worker, None)
             for orphan in tree.orphans(event.worker):
                 orphan.tried[event.worker] = "left the cluster"
-                self._note(orphan, "source left")
+                orphan.before = (orphan.epoch, self._note(orphan, "source left"))
                 tree.disconnect(orphan)
                 orphans.append((tree, orphan))
             gone = tree.transfers.get(event.worker)
@@ -355,7 +355,10 @@ class Directory:
         if transfer is None:
             return []
         tree = self.trees[event.key]
-        if transfer.epoch == event.epoch and transfer.keeps_busy:  # it came over the network
+        # Of one that went on elsewhere, it is not known when the first byte came from there.
+        if transfer.epoch == event.epoch and event.latency >= 0:
+            transfer.latency = event.latency
+        if transfer.latency is not None and transfer.keeps_busy:  # it came over the network
             self.cost.learn(
                 latency=event.latency / max(transfer.depth, 1),
                 nbytes=tree.nbytes - transfer.resumed_from,
@@ -462,6 +465,7 @@ class Directory:
         if transfer.epoch:
             transfer.changed = self.now
         transfer.resumed_from = transfer.received
+        transfer.latency = None
         tree.connect(transfer, choice, self.epoch)
         pull = self._pull(transfer)
         transfer.due = math.inf if pull.rate == 0 else self.now + self._due
@@ -542,7 +546,20 @@ class Directory:
         if tree is None or transfer is None or event.epoch <= transfer.since:
             return None
         self._hear(tree, transfer)
+        self._credit(transfer, event)
         return transfer
+
+    def _credit(self, transfer: Transfer, event: Any) -> None:
+        """See to it that what came from a source that left counts as that one's.
+
+        The receiver was given another source before it could say how far it was.
+        """
+        epoch, row = transfer.before
+        if event.epoch != epoch or isinstance(event, Declined):
+            return
+        received = transfer.nbytes if isinstance(event, Finished) else event.received
+        self._advance(transfer, received, row["source"])
+        row["received"] = transfer.resumed_from = received
 
     def _present(self, event: Any) -> Transfer | None:
         """The transfer that a report is about, unless it was overtaken by another decision."""
@@ -559,19 +576,25 @@ class Directory:
             return self._decide(tree, transfer)  # type: ignore[arg-type]
         return [self._pull(transfer)]
 
-    def _advance(self, transfer: Transfer, received: int) -> None:
-        """Note how far a receiver is. Less than before means that it had to start again."""
+    def _advance(self, transfer: Transfer, received: int, source: str | None = None) -> None:
+        """Note how far a receiver is, thanks to its present source or an earlier one.
+
+        Less than before means that it had to start again.
+        """
+        source = source or transfer.source
         gained = received - transfer.received
         transfer.received = received
         if gained > 0:
             transfer.moved = self.trees[transfer.key].moved = self.now
-        if gained > 0 and transfer.source is not None:
+        if gained > 0 and source is not None:
             self.bytes_in[transfer.receiver] += gained
-            if transfer.source in self.hosts:
-                self.bytes_out[transfer.source] += gained
+            if source in self.hosts:
+                self.bytes_out[source] += gained
 
-    def _note(self, transfer: Transfer, status: str) -> None:
-        self.ended.append(self._row(transfer, status, self.now))
+    def _note(self, transfer: Transfer, status: str) -> dict[str, Any]:
+        row = self._row(transfer, status, self.now)
+        self.ended.append(row)
+        return row
 
     # What people see
 
@@ -589,16 +612,17 @@ class Directory:
             "resumed_from": transfer.resumed_from,
             "start": transfer.start,
             "stop": stop,
+            "latency": transfer.latency,
             "status": status,
             "path": transfer.path,
             "reason": transfer.reason,
         }
 
     def log(self) -> list[dict[str, Any]]:
-        """All transfers that are remembered, the running ones last."""
+        """All transfers that are remembered, the running ones last. Rows are the caller's."""
         running = [
             self._row(transfer, "running", None)
             for tree in self.trees.values()
             for transfer in tree.transfers.values()
         ]
-        return [*self.ended, *running]
+        return [*map(dict, self.ended), *running]

@@ -7,6 +7,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from dask_hoplite.core.events import Key
 
@@ -26,6 +27,7 @@ class Transfer:
     received: int = 0
     resumed_from: int = 0
     start: float = 0.0
+    latency: float | None = None  #: seconds to the first byte from this source, once it is known
     changed: float = -math.inf  #: when it got another source than its first
     heard: float = 0.0  #: when the receiver last said anything
     moved: float = 0.0  #: when it last had more bytes than before
@@ -38,6 +40,7 @@ class Transfer:
     ahead: bool = False  #: the receiver has not shown yet that it knows of it
     since: int = 0  #: all epochs of this transfer are greater
     keeps_busy: str | None = None  #: host in whose load it is counted
+    before: tuple[int, dict[str, Any]] = (0, {})  #: epoch and row of a source that left
     tried: dict[str, str] = field(default_factory=dict)  #: sources that failed it, and why
 
 
