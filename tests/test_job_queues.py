@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import pathlib
+import re
 from contextlib import asynccontextmanager
 
 import dask
+import dask_jobqueue
 import numpy as np
 import pytest
 from dask_jobqueue.local import LocalCluster as JobQueue
+from dask_jobqueue.slurm import SLURMJob
 from distributed import Client, Worker
 from distributed.utils_test import gen_cluster, gen_test
 
@@ -124,3 +128,32 @@ async def test_workers_that_data_are_sent_to_are_not_scaled_down(c, s, a, b):
     assert set(s.workers_to_close(n=2)) == {a.address, b.address} - {root}
     plugin(s).puts.abort(["x"], "test")
     assert set(s.workers_to_close(n=2)) == {a.address, b.address}
+
+
+class Slurm(JobQueue):
+    """In place of a SLURM cluster: checks the options, and runs small jobs here."""
+
+    def __init__(self, *, interface: str, **options):
+        SLURMJob(scheduler="tcp://127.0.0.1:8786", name="x", interface="lo", **options)
+        super().__init__(
+            cores=1,
+            processes=1,
+            memory="1GiB",
+            interface="lo",
+            worker_extra_args=options["worker_extra_args"],
+            scheduler_options={"dashboard_address": ":0"},
+        )
+
+    def adapt(self, minimum_jobs: int, maximum_jobs: int):
+        return super().adapt(minimum_jobs=minimum_jobs, maximum_jobs=1, interval="50ms")
+
+
+def test_the_example_of_the_documentation(capsys, monkeypatch):
+    page = pathlib.Path(__file__).parent.parent / "docs" / "job-queues.md"
+    [example] = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    monkeypatch.setattr(dask_jobqueue, "SLURMCluster", Slurm)
+    before = dask.config.get("distributed.scheduler.preload", [])
+    with dask.config.set(CONFIG):
+        exec(example, {})
+        dask.config.set({"distributed.scheduler.preload": before})
+    assert float(capsys.readouterr().out) == pytest.approx(0.5, abs=0.05)

@@ -13,7 +13,7 @@ from distributed import Client
 from distributed.comm import get_address_host
 
 #: Seconds that a stream lasts.
-SECONDS = 0.5
+SECONDS = 1.0
 
 #: Seconds after which a stream is given up that does not begin, or does not go on.
 PATIENCE = 5.0
@@ -40,7 +40,7 @@ def goodput(client: Client, sender: str, receiver: str) -> float:
     Returns
     -------
     float
-        Bytes per second, the best of three streams of half a second each.
+        Bytes per second, the best of three streams of a second each.
 
     Raises
     ------
