@@ -21,7 +21,7 @@ from dask_hoplite.bench.operations import OPS, Runner
 from dask_hoplite.bench.turns import Record
 from dask_hoplite.scheduler import NAME
 
-#: Seconds within which what was released has to be gone, and Hoplite to be installed.
+#: Seconds within which all of the cluster has to answer, and Hoplite to be installed.
 PATIENCE = 60.0
 
 #: Bytes that are moved after Hoplite was installed, or uninstalled, and before anything is timed.
@@ -84,8 +84,9 @@ class SharedCluster:
         with ExitStack() as stack:
             self.client = self.connect()
             stack.callback(self.close)
-            self._check_versions()
-            self.found = self.client.run_on_scheduler(look, self.client.id)
+            with self._answering():
+                self._check_versions()
+                self.found = self.client.run_on_scheduler(look, self.client.id)
             if self.alone:
                 self._check_alone(self.found)
             self.workers = self.client.scheduler_info(n_workers=-1)["workers"]
@@ -123,6 +124,15 @@ class SharedCluster:
         return system == "hoplite"
 
     # Before
+
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
+        """Give up if a process of the cluster does not answer within the block."""
+        try:
+            with deadline(self.client, PATIENCE):
+                yield
+        except Overdue as error:
+            raise BenchError(f"Not all of the cluster answers: {error}.") from error
 
     def _check_versions(self) -> None:
         """Whatever is sent to the cluster is found there, and is the same."""
@@ -178,8 +188,9 @@ class SharedCluster:
             return None, "there is no link between them to be measured"
         sender, receiver, *_ = by_host.values()
         try:
-            goodput = link.goodput(self.client, sender, receiver)
-        except Exception as error:
+            with self._answering():
+                goodput = link.goodput(self.client, sender, receiver)
+        except (OSError, ValueError) as error:
             return None, f"no raw stream from {sender} to {receiver}: {error}"
         about = f"a raw stream between two hosts carries {goodput * 8 / 1e6:.1f} Mbit/s"
         if len(set(self.hosts.values())) > 1:
@@ -214,22 +225,17 @@ class SharedCluster:
     def _call(
         self, runner: Runner, method: str, timeout: float | None = None, **arguments: Any
     ) -> Any:
-        keys: list[Any] = []
-        if method == "release":
-            keys = self.client.run_on_scheduler(keys_of, self.client.id)
         with self.client.as_current(), deadline(self.client, timeout or self.timeout):
-            answer = getattr(runner, method)(**arguments)
-        if keys:
-            self._wait_until_gone(keys)
-        return answer
+            if method == "release":
+                keys = self.client.run_on_scheduler(keys_of, self.client.id)
+                runner.release()
+                return self._wait_until_gone(keys)
+            return getattr(runner, method)(**arguments)
 
     def _wait_until_gone(self, keys: list[Any]) -> None:
-        end = time.monotonic() + PATIENCE
         while self.client.run_on_scheduler(count_known, keys) or any(
             self.client.run(count_stored, keys).values()
         ):
-            if time.monotonic() > end:
-                raise TimeoutError(f"values are left {PATIENCE:g} s after their release")
             time.sleep(0.02)
 
 
