@@ -49,16 +49,15 @@ from benchmarks import (
 )
 from benchmarks.chaos.run import add_command as add_chaos
 from benchmarks.cluster import SYSTEMS, Cluster, Loopback, Place
-from benchmarks.collectives import COLLECTIVES, degrees
+from benchmarks.degrees import degrees
 from benchmarks.exactness import add_command as add_exactness
 from benchmarks.laboratory import Laboratory, LaboratoryError, why_not
-from benchmarks.measure import Comparison, Record
-from benchmarks.operations import OPS
+from benchmarks.measure import Comparison
 from benchmarks.side import EFFECTS
 from benchmarks.uses import STEPS, USES
-
-OPS_WITHOUT_NETWORK = ["tasks", "graph", "scatter", "replicate", "gather-task", "gather-client"]
-OPS_WITHOUT_NETWORK += COLLECTIVES
+from dask_hoplite.bench.operations import OPS, OPS_WITHOUT_NETWORK
+from dask_hoplite.bench.report import line, ops_table
+from dask_hoplite.bench.turns import Record
 
 #: The operations of `arrivals`.
 REDUCTIONS = ["reduce", "allreduce"]
@@ -525,7 +524,7 @@ def run_dask_tests(args: argparse.Namespace) -> None:
 
 def show_ops(path: Path, title: str, records: list[Record]) -> None:
     """Print the table and draw the picture next to the file of records."""
-    table = report.ops_table(records)
+    table = ops_table(records)
     table.title = title
     console.print(table)
     picture = path.with_suffix(".png")
@@ -554,7 +553,7 @@ def kept(
     path: Path,
     header: Record,
     records: Iterable[Record],
-    line: Callable[[Record], str] = report.line,
+    line: Callable[[Record], str] = line,
 ) -> list[Record]:
     """Write and show the records as they come, and collect them."""
     report.append(path, header)

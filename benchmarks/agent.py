@@ -20,32 +20,16 @@ from typing import Any
 from distributed import Client
 
 from benchmarks import faults, side
-from benchmarks.collectives import set_degree
+from benchmarks.degrees import set_degree
 from benchmarks.operations import WORKLOADS
-from benchmarks.workloads import Workload
+from dask_hoplite.bench.operations import Runner
 
 
-class Agent:
+class Agent(Runner):
     """The methods that can be asked for."""
 
     def __init__(self, client: Client, hoplite: bool):
-        self.client = client
-        self.hoplite = hoplite
-        self.workload: Workload | None = None
-
-    def prepare(self, op: str, nbytes: int, **how: float) -> None:
-        """Get ready for an operation."""
-        self.workload = WORKLOADS[op](self.client, nbytes, self.hoplite, **how)
-        self.workload.prepare()
-
-    def run(self) -> dict[str, Any]:
-        """Do the operation: the seconds that it took and the number of copies that it left."""
-        start = time.perf_counter()
-        self.workload.run()
-        end = time.perf_counter()
-        copies = self.copies()
-        seconds = end - self.workload.since(start)
-        return {"seconds": seconds, "copies": copies, **self.workload.figures()}
+        super().__init__(client, hoplite, WORKLOADS)
 
     def advance(self, count: int) -> list[float]:
         """Make some steps of an operation: the seconds of each."""
@@ -56,17 +40,9 @@ class Agent:
         """What else there is to note."""
         return self.workload.figures()
 
-    def copies(self) -> int | None:
-        """Count the copies there are now, if the operation is one that makes copies."""
-        return self.workload.copies() if self.workload.makes_copies else None
-
-    def correct(self) -> bool:
-        """Look at the values."""
-        return self.workload.correct()
-
     def release(self) -> None:
         """Let go of everything and return when the cluster has."""
-        self.workload = None
+        super().release()
         wait_until_empty(self.client)
 
     def effect(self, name: str, shrink: int) -> dict[str, float]:

@@ -14,9 +14,9 @@ from typing import ClassVar
 import numpy as np
 from distributed import Client, as_completed, wait
 
-from benchmarks.collectives import Allreduce, Collective, Reduce
-from benchmarks.operands import operand
-from benchmarks.workloads import Workload
+from dask_hoplite.bench.collectives import Allreduce, Collective, Reduce
+from dask_hoplite.bench.operands import operand
+from dask_hoplite.bench.workloads import Workload
 
 #: When the operand of this worker was ready.
 _ready = 0.0

@@ -18,7 +18,7 @@ from distributed import Client, Future, wait
 
 from benchmarks.cluster import ClientProcess, Cluster
 from benchmarks.laboratory import Laboratory
-from benchmarks.workloads import Workload, checksum, checksum_of_copy, ends, make
+from dask_hoplite.bench.workloads import Workload, checksum, checksum_of_copy, ends, make
 
 #: Share of the undisturbed time after which it happens.
 MOMENT = 0.3

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,15 +12,11 @@ from benchmarks.cluster import ClientError, ClientTimeout, Cluster
 from benchmarks.laboratory import Laboratory
 from benchmarks.operations import WORKLOADS
 from benchmarks.uses import USES
-
-#: In these, plain Dask's memory manager drops copies while others are being made, so that a single
-#: repetition can take minutes.
-SLOW_IN_PLAIN = ("scatter", "scatter-plain-client", "replicate")
+from dask_hoplite.bench import turns
+from dask_hoplite.bench.turns import Record
 
 #: Size at which the operations of `Comparison.arrivals` are warmed up.
 WARM_UP = 2**20
-
-Record = dict[str, object]
 
 
 @dataclass
@@ -51,16 +46,16 @@ class Comparison:
 
     def ops(self, ops: list[str], sizes: list[int]) -> Iterator[Record]:
         """Measure operations; a record is yielded as soon as it is there."""
-        for op in ops:
-            how = {"goodput": self.goodput} if op in USES else {}
-            warm_up = partial(self._operation, op=op, nbytes=min(sizes), later=0, **how)
-            for cluster in self.clusters if op not in USES else ():  # they begin with some steps
-                warm_up(cluster)
-            slow = ["plain"] if op in SLOW_IN_PLAIN else []
-            for nbytes in sizes:
-                measure = partial(self._operation, op=op, nbytes=nbytes, later=self.later, **how)
-                for record in self._take_turns(measure, warm_up, slow):
-                    yield {"op": op, "nbytes": nbytes, **record}
+        return turns.compare(
+            self.clusters,
+            self._operation,
+            ops,
+            sizes,
+            self.reps,
+            self.slow_reps,
+            self.later,
+            cold=list(USES),  # they begin with some steps
+        )
 
     def arrivals(self, cases: list[Record], nbytes: int) -> Iterator[Record]:
         """Measure reductions whose operands come later; a record is yielded as soon as it is there.
@@ -79,7 +74,7 @@ class Comparison:
             warm_up = partial(measure, nbytes=min(nbytes, WARM_UP))
             for cluster in self.clusters:
                 warm_up(cluster)
-            for record in self._take_turns(measure, warm_up):
+            for record in turns.take_turns(self.clusters, measure, warm_up, self.reps):
                 yield {"op": name, "nbytes": nbytes, **record}
 
     def degrees(self, degrees: dict[str, int | None], sizes: list[int]) -> Iterator[Record]:
@@ -108,27 +103,8 @@ class Comparison:
             measure = partial(self._effect, effect=effect, shrink=shrink)
             for cluster in self.clusters:
                 measure(cluster)
-            for record in self._take_turns(measure, warm_up=measure):
+            for record in turns.take_turns(self.clusters, measure, measure, self.reps):
                 yield {"effect": effect, **record}
-
-    def _take_turns(
-        self,
-        measure: Callable[[Cluster], Record],
-        warm_up: Callable[[Cluster], Record],
-        slow: Collection[str] = (),
-    ) -> Iterator[Record]:
-        """Repeat a measurement; each time, another system is the first."""
-        given_up = set()
-        for rep in range(self.reps):
-            for cluster in self.clusters[:: -1 if rep % 2 else 1]:
-                reps = self.slow_reps if cluster.system in slow else self.reps
-                if rep >= reps or cluster in given_up:
-                    continue
-                record = measure(cluster)
-                yield {"system": cluster.system, "rep": rep, **record}
-                if "error" in record:
-                    given_up.add(cluster)
-                    warm_up(cluster)  # it is a fresh one by now
 
     def _operation(
         self, cluster: Cluster, op: str, nbytes: int, later: float, **how: object
@@ -137,17 +113,12 @@ class Comparison:
         if self.goodput:
             crossings = WORKLOADS[op].crossings(cluster.workers, cluster.per_host)
             record["limit"] = crossings * nbytes / self.goodput
+        if op in USES:
+            how["goodput"] = self.goodput
         with self._restarted_on_error(cluster, record):
             client = cluster.client(registers=op != "scatter-plain-client")
-            client.call("prepare", op=op, nbytes=nbytes, **how)
-            with self._others_frozen(cluster), count_bytes(cluster, record):
-                record |= client.call("run", timeout=self.timeout)
-            end = time.monotonic()
-            record["correct"] = client.call("correct")
-            if WORKLOADS[op].makes_copies:
-                time.sleep(max(0, end + later - time.monotonic()))
-                record["copies_later"] = client.call("copies")
-            client.call("release")
+            alone = self._alone(cluster, record)
+            record |= turns.once(client.call, op, nbytes, later, self.timeout, alone, **how)
         return record
 
     def _effect(self, cluster: Cluster, effect: str, shrink: int) -> Record:
@@ -158,6 +129,12 @@ class Comparison:
             with self._others_frozen(cluster):
                 record["figures"] = client.call("effect", timeout=self.timeout, **arguments)
         return record
+
+    @contextlib.contextmanager
+    def _alone(self, cluster: Cluster, record: Record) -> Iterator[None]:
+        """What is around an operation that is timed."""
+        with self._others_frozen(cluster), count_bytes(cluster, record):
+            yield
 
     @contextlib.contextmanager
     def _others_frozen(self, cluster: Cluster) -> Iterator[None]:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from benchmarks.arrivals import ARRIVALS
-from benchmarks.collectives import COLLECTIVES
 from benchmarks.uses import USES
-from benchmarks.workloads import MOVES, Workload
+from dask_hoplite.bench.operations import OPS
+from dask_hoplite.bench.workloads import Workload
 
-#: The operations of `lab` and `loopback`.
-OPS: dict[str, type[Workload]] = MOVES | COLLECTIVES
-
-#: The same, and those of `arrivals` and `uses`.
+#: Those of `lab` and `loopback`, of `arrivals` and of `uses`.
 WORKLOADS: dict[str, type[Workload]] = OPS | ARRIVALS | USES

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from benchmarks.cluster import ROOT
 from benchmarks.laboratory import SUBNET, Laboratory, LaboratoryError
-from benchmarks.measure import Record
-from benchmarks.operations import OPS
+from dask_hoplite.bench.operations import OPS
+from dask_hoplite.bench.turns import Record
 
 SYSTEMS = ("gloo", "openmpi")
 

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import importlib.metadata
-import itertools
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 from dask.utils import format_bytes
@@ -20,30 +15,20 @@ from rich.table import Table
 
 from benchmarks import disturbed
 from benchmarks.cluster import ROOT, SYSTEMS
-from benchmarks.measure import Record
+from dask_hoplite.bench.report import grouped, is_good, line, versions
+from dask_hoplite.bench.turns import Record
 
 COLOURS = {"plain": "#8c8c8c", "hoplite": "#d1495b", "gloo": "#2e86ab", "openmpi": "#3a7d44"}
-COLUMNS = ["op", "size", "system", "n", "median s", "min to max", "limit s", "× limit", "× plain"]
-CAPTION = (
-    "Medians. × plain: over plain Dask's median. most in, most out: bytes at the busiest host, in "
-    "arrays. copies: on return; later: some seconds after it. Plain Dask repeats scatter and "
-    "replicate less often (--slow-reps)."
-)
-COLUMNS += ["most in", "most out", "copies", "later", "values"]
 
 
 def header(**more: object) -> Record:
     """What has to be known about a run besides its records."""
-    versions = {"python": platform.python_version(), "kernel": platform.release()}
-    for package in ("dask", "distributed", "numpy", "dask_hoplite"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": sys.argv[1:],
-        "versions": versions,
+        "versions": versions(),
         "commit": commit or None,
         "cpus": os.cpu_count(),
         **more,
@@ -61,70 +46,6 @@ def read(path: Path) -> tuple[Record, list[Record]]:
     """Read the header and the records of a file."""
     first, *records = map(json.loads, path.read_text().splitlines())
     return first, records
-
-
-def line(record: Record) -> str:
-    """One repetition in a line."""
-    words = [record.get("op") or record["effect"], record["system"], f"#{record['rep'] + 1}:"]
-    if "nbytes" in record:
-        words.insert(1, format_bytes(record["nbytes"]))
-    if "error" in record:
-        words.append(record["error"])
-    elif "figures" in record:
-        words.append(", ".join(f"{name}: {value:.3g}" for name, value in record["figures"].items()))
-    else:
-        words.append(f"{record['seconds']:.3f} s")
-        if "limit" in record:
-            words.append(f"({over_limit(record):.2f} × the limit)")
-        if not record["correct"]:
-            words.append("WRONG VALUES")
-    return " ".join(words)
-
-
-def ops_table(records: list[Record]) -> Table:
-    """One row per operation, size and system."""
-    lines = []
-    for (op, nbytes), rows in grouped(records, "op", "nbytes").items():
-        for (system,), mine in grouped(rows, "system").items():
-            cells = {"op": op, "size": format_bytes(nbytes), "system": system}
-            lines.append(cells | summary(mine, others=rows))
-    columns = [name for name in COLUMNS if any(name in cells for cells in lines)]
-    table = Table(*columns)
-    for cells, following in itertools.zip_longest(lines, lines[1:], fillvalue={}):
-        group = [cells[name] for name in ("op", "size")]
-        ends = group != [following.get(name) for name in ("op", "size")]
-        table.add_row(*(cells.get(name, "") for name in columns), end_section=ends)
-    table.caption = CAPTION
-    return table
-
-
-def summary(rows: list[Record], others: list[Record]) -> dict[str, str]:
-    """Cells of the table for the repetitions of a system; some of the others may be plain Dask."""
-    good = [row for row in rows if is_good(row)]
-    cells = {"n": str(len(good)), "values": "ok"}
-    if "limit" in rows[0]:
-        cells["limit s"] = f"{rows[0]['limit']:.3f}"
-    if not all(row["correct"] for row in good):
-        cells["values"] = "WRONG"
-    if len(good) < len(rows):
-        cells["values"] = rows[-1]["error"]
-    if not good:
-        return cells
-    seconds = sorted(row["seconds"] for row in good)
-    cells["median s"] = f"{statistics.median(seconds):.3f}"
-    cells["min to max"] = f"{seconds[0]:.3f} to {seconds[-1]:.3f}"
-    plain = [row["seconds"] for row in others if is_good(row) and row["system"] == "plain"]
-    if plain:
-        cells["× plain"] = f"{statistics.median(seconds) / statistics.median(plain):.2f}"
-    if "limit" in good[0]:
-        cells["× limit"] = f"{statistics.median(map(over_limit, good)):.2f}"
-    if "entered" in good[0]:
-        cells["most in"] = crossed(good, "entered")
-        cells["most out"] = crossed(good, "left")
-    if good[0]["copies"] is not None:
-        cells["copies"] = spread(row["copies"] for row in good)
-        cells["later"] = spread(row["copies_later"] for row in good)
-    return cells
 
 
 def fault_line(record: Record) -> str:
@@ -263,32 +184,3 @@ def plot(path: Path, records: list[Record], title: str) -> None:
     figure.suptitle(title, fontsize=11)
     figure.savefig(path, dpi=150)
     plt.close(figure)
-
-
-def grouped(records: Iterable[Record], *keys: str) -> dict[tuple, list[Record]]:
-    """Records by the values of some of their keys, in order of appearance."""
-    groups: dict[tuple, list[Record]] = {}
-    for record in records:
-        groups.setdefault(tuple(record[key] for key in keys), []).append(record)
-    return groups
-
-
-def is_good(record: Record) -> bool:
-    """Whether a repetition came to its end."""
-    return "error" not in record
-
-
-def over_limit(record: Record) -> float:
-    """Time of a repetition over the least time that the links allow."""
-    return record["seconds"] / record["limit"]
-
-
-def crossed(rows: list[Record], direction: str) -> str:
-    """Bytes at the busiest cable in multiples of an array, as the largest of the repetitions."""
-    return f"{max(max(row[direction].values()) / row['nbytes'] for row in rows):.1f} ×"
-
-
-def spread(counts: Iterable[int]) -> str:
-    """Smallest and largest of some counts."""
-    first, *_, last = sorted(counts) * 2
-    return str(first) if first == last else f"{first} to {last}"

@@ -16,7 +16,7 @@ from dask.utils import format_bytes
 from distributed import Client, wait
 
 from benchmarks import probes
-from benchmarks.workloads import Replicate, Scatter, Tasks, Workload
+from dask_hoplite.bench.workloads import Replicate, Scatter, Tasks, Workload
 
 MIB = 2**20
 

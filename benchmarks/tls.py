@@ -10,7 +10,7 @@ import dask
 from distributed import Client, LocalCluster, Security, wait
 
 from benchmarks.probes import memory_growth
-from benchmarks.workloads import checksum, make
+from dask_hoplite.bench.workloads import checksum, make
 
 
 def run(nbytes: int, workers: int = 3) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import numpy as np
 from distributed import Client, Future, as_completed, wait
 from distributed.comm import get_address_host
 
-from benchmarks.workloads import Workload
+from dask_hoplite.bench.workloads import Workload
 
 #: Steps before the clock starts, and those that are timed.
 WARM_UP, STEPS = 4, 12

@@ -16,6 +16,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 import dask_hoplite
+from dask_hoplite.bench.command import bench
 
 #: Below this, some of what the demo moves would be small objects, which Hoplite leaves to Dask.
 SMALLEST = 2**20
@@ -49,6 +50,9 @@ object once, and sends on what it has while the rest still comes.
 @click.version_option(dask_hoplite.__version__, prog_name="dask-hoplite")
 def hoplite() -> None:
     """Hoplite: large objects move between workers pipelined."""
+
+
+hoplite.add_command(bench)
 
 
 def _size(context: click.Context, parameter: click.Parameter, text: str) -> int:

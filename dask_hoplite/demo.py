@@ -170,15 +170,7 @@ class Side:
             operation: {"seconds": [], "received": [], "equal": True} for operation in OPERATIONS
         }
         self.kept: dict[str, Future] = {}
-        self.cluster = LocalCluster(
-            n_workers=workers,
-            threads_per_worker=1,
-            dashboard_address=":0",
-            # Two schedulers that import Dask's dashboard at the same time get in each other's way.
-            scheduler_kwargs={"dashboard": False},
-            memory_limit=0,  # neither system should spill or pause on a small machine
-            silence_logs=SILENCE,
-        )
+        self.cluster = local_cluster(workers)
         try:
             self.client = Client(self.cluster, set_as_default=False)
             if system == "hoplite":
@@ -262,16 +254,31 @@ class Side:
             time.sleep(0.02)
 
 
+def local_cluster(workers: int) -> LocalCluster:
+    """Start worker processes on this machine.
+
+    To be called in a thread other than the main one: what it starts leaves Ctrl-C to this process.
+    """
+    resource_tracker.ensure_running()  # its start by multiprocessing would undo the next line
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    return LocalCluster(
+        n_workers=workers,
+        threads_per_worker=1,
+        dashboard_address=":0",
+        # Two schedulers that import Dask's dashboard at the same time get in each other's way.
+        scheduler_kwargs={"dashboard": False},
+        memory_limit=0,  # neither system should spill or pause on a small machine
+        silence_logs=SILENCE,
+    )
+
+
 @contextmanager
 def clusters(workers: int, nbytes: int) -> Iterator[tuple[Problem, dict[str, Side]]]:
     """Start both clusters, and meanwhile fit the model; end their processes, come what may."""
-    resource_tracker.ensure_running()  # its start by multiprocessing would undo what `start` does
     # Each cluster restores the level that it found, which may be the one that the other has set.
     with silence_logging_cmgr(SILENCE), ExitStack() as stack:
 
         def start(system: str) -> Side:
-            # Ctrl-C is for this process, not for those that inherit this: we close them.
-            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
             side = Side(system, workers)
             stack.callback(side.close)  # here: it is to be closed also if nobody asks for it
             return side

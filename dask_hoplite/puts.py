@@ -23,7 +23,7 @@ from dask_hoplite.transfer.layout import dump, pack
 from dask_hoplite.transfer.push import push
 
 if TYPE_CHECKING:
-    from distributed.scheduler import Scheduler, TaskState
+    from distributed.scheduler import Scheduler, TaskState, WorkerState
 
     from dask_hoplite.scheduler import Hoplite
 
@@ -59,7 +59,27 @@ class Puts:
         self.scheduler = scheduler
         self.copies = copies
         self.pending: dict[Key, Put] = {}
+        self.waiting = 0  #: calls that wait for a first worker
         self.plain_scatter = scheduler.scatter
+        self.plain_adaptive_target = scheduler.adaptive_target
+
+    def adaptive_target(self, target_duration: float | None = None) -> int:
+        """In place of :meth:`distributed.Scheduler.adaptive_target`, which sees tasks only.
+
+        One worker is enough for data that wait to enter: copies are for those that come anyway.
+        """
+        target = self.plain_adaptive_target(target_duration)
+        return max(target, 1) if self.waiting else target
+
+    async def _targets(
+        self, workers: Collection[str] | None, timeout: float | str | None
+    ) -> list[WorkerState]:
+        """Workers for objects that enter; while there is none, there is a demand for one."""
+        self.waiting += 1
+        try:
+            return await running(self.scheduler, workers, timeout)
+        finally:
+            self.waiting -= 1
 
     async def place(
         self,
@@ -108,7 +128,7 @@ class Puts:
             ]
             if not workers:
                 raise ValueError("none of the workers that were asked for is there any more")
-        targets = await running(self.scheduler, workers, timeout)
+        targets = await self._targets(workers, timeout)
         arriving: Counter[str] = Counter()
         for put in self.pending.values():
             arriving[put.root] += put.nbytes
@@ -313,6 +333,8 @@ class Puts:
 
         That is raised as if the client's connection had broken, which is then closed.
         """
+        if workers is None:  # while Dask itself waits, adaptive scaling sees nothing
+            await self._targets(None, timeout)
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 await self.plain_scatter(

@@ -169,6 +169,7 @@ class Hoplite(SchedulerPlugin):
         }
         methods: dict[str, Callable[..., Any]] = {
             "scatter": puts.scatter,
+            "adaptive_target": puts.adaptive_target,
             "replicate": copies.replicate,
             "gather_on_worker": copies.gather_on_worker,
             "_task_to_msg": self.task_to_msg,
@@ -263,6 +264,14 @@ class Hoplite(SchedulerPlugin):
         self.handle(WorkerLeft(worker))
         self.presence.change()
         self.reductions.worker_left(worker)
+
+    def valid_workers_downscaling(
+        self, scheduler: Scheduler, workers: list[WorkerState]
+    ) -> list[WorkerState]:
+        """Keep adaptive scaling from workers that are being sent objects, of which they hold none
+        yet by what Dask knows."""
+        roots = {put.root for put in self.puts.pending.values()}
+        return [ws for ws in workers if ws.address not in roots]
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
         """Give up what a client was about to push."""

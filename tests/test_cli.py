@@ -90,8 +90,9 @@ def test_demo_leaves_no_process(demo):
     assert not workers_of(psutil.Process().children(recursive=True))
 
 
-def test_demo_interrupted():
-    command = [sys.executable, "-m", "dask", "hoplite", "demo", "--workers", "2"]
+@pytest.mark.parametrize("name", ["demo", "bench"])
+def test_interrupted(name):
+    command = [sys.executable, "-m", "dask", "hoplite", name, "--workers", "2"]
     with subprocess.Popen(
         command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
@@ -150,7 +151,7 @@ def test_demo_with_bad_options(options, complaint):
 def test_help_by_the_dask_command():
     command = [sys.executable, "-m", "dask", "hoplite", "--help"]
     output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
-    assert "demo" in output
+    assert "demo" in output and "bench" in output
 
 
 def test_examples_of_the_readme(capsys, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Other ways to set up a cluster: TLS, job queues, configuration."""
+"""Other ways to set up a cluster: TLS, configuration."""
 
 from __future__ import annotations
 
@@ -136,32 +136,6 @@ async def test_collectives_over_websockets():
         ):
             await c.register_plugin(Hoplite())
             await collectives_are_right(c, s, (a, b, d), large=1_000_000)
-
-
-@gen_test(timeout=60)
-async def test_job_queue():
-    """Preloaded by configuration, with workers that come late, as on a SLURM cluster."""
-    from dask_jobqueue.local import LocalCluster as JobQueue
-
-    with dask.config.set({"distributed.scheduler.preload": ["dask_hoplite"]}):
-        async with (
-            JobQueue(
-                cores=1,
-                processes=1,
-                memory="1GiB",
-                asynchronous=True,
-                scheduler_options={"dashboard_address": ":0"},
-            ) as cluster,
-            Client(cluster, asynchronous=True) as c,
-        ):
-            waiting = asyncio.create_task(hoplite.broadcast(array(1_000_000), client=c, timeout=50))
-            cluster.scale(jobs=1)
-            x = await waiting
-            cluster.scale(jobs=3)
-            tasks = cluster.scheduler.tasks
-            await until(lambda: len(tasks[x.key].who_has) == 3, timeout=50)
-            totals = await c.gather(c.map(lambda _, v: int(v.sum()), range(6), v=x, pure=False))
-            assert totals == [int(array(1_000_000).sum())] * 6
 
 
 @gen_test(timeout=60)

@@ -11,9 +11,16 @@ import time
 import numpy as np
 from distributed import Client, Future, wait
 
-from benchmarks import operands
-from benchmarks.operands import operand
-from benchmarks.workloads import Copies, Workload, checksum, checksum_of_copy, ends, ends_of_each
+from dask_hoplite.bench import operands
+from dask_hoplite.bench.operands import operand
+from dask_hoplite.bench.workloads import (
+    Copies,
+    Workload,
+    checksum,
+    checksum_of_copy,
+    ends,
+    ends_of_each,
+)
 
 
 class Collective(Workload):
@@ -258,13 +265,3 @@ def checksums_in_copy(key: str, dask_worker) -> list[int] | None:
 def checksums_of_copies(keys: list[str], dask_worker) -> list[int | None]:
     """Read the copies of several arrays that a worker has."""
     return [checksum_of_copy(key, dask_worker) for key in keys]
-
-
-def degrees(n: int) -> dict[str, int | None]:
-    """Degrees of the tree of a reduction of `n` operands."""
-    return {"chain": 1, "degree 2": 2, "star": n, "chosen": None}
-
-
-def set_degree(degree: int | None, dask_scheduler) -> None:
-    """Force the degree of the trees of reductions; None leaves it to the cost model."""
-    dask_scheduler.extensions["hoplite"].reductions.degree = degree

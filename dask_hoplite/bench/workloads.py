@@ -5,14 +5,16 @@ A workload is used in steps, of which only `run` is timed: ``prepare``, ``run``,
 
 from __future__ import annotations
 
+import re
 import uuid
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import dask
 import numpy as np
 from distributed import Client, Future, wait
 
-from benchmarks.operands import checksum
+from dask_hoplite.bench.operands import checksum
 
 
 class Workload:
@@ -21,7 +23,7 @@ class Workload:
     Parameters
     ----------
     client : Client
-        A client of the cluster. Worker 0 is the one with the name "0", and so on.
+        A client of the cluster.
     nbytes : int
         Size of each array.
     hoplite : bool
@@ -35,8 +37,7 @@ class Workload:
         self.client = client
         self.nbytes = nbytes
         self.hoplite = hoplite
-        workers = client.scheduler_info(n_workers=-1)["workers"]
-        self.workers = sorted(workers, key=lambda address: int(workers[address]["name"]))
+        self.workers = in_order(client.scheduler_info(n_workers=-1)["workers"])
 
     @staticmethod
     def crossings(workers: int, per_host: int) -> float:
@@ -190,6 +191,29 @@ MOVES: dict[str, type[Workload]] = {
     "gather-task": GatherTask,
     "gather-client": GatherClient,
 }
+
+
+def in_order(workers: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Addresses of workers as their names count them; those of a host are neighbours.
+
+    Parameters
+    ----------
+    workers : mapping
+        By address ``name`` and ``host``, as the scheduler tells them.
+
+    Returns
+    -------
+    list of str
+        Worker 0 first.
+    """
+
+    def numbers(address: str) -> tuple[list[int], str]:
+        name = str(workers[address]["name"])
+        return [int(digits) for digits in re.findall(r"\d+", name)], name
+
+    named = sorted(workers, key=numbers)
+    hosts = list(dict.fromkeys(workers[address]["host"] for address in named))
+    return sorted(named, key=lambda address: hosts.index(workers[address]["host"]))
 
 
 def make(nbytes: int, seed: int | None = None) -> np.ndarray:
