@@ -12,13 +12,14 @@ from functools import partial
 from benchmarks.cluster import ClientError, ClientTimeout, Cluster
 from benchmarks.laboratory import Laboratory
 from benchmarks.operations import WORKLOADS
+from benchmarks.programs import RUNNING
 from benchmarks.uses import USES
 
 #: In these, plain Dask's memory manager drops copies while others are being made, so that a single
 #: repetition can take minutes.
-SLOW_IN_PLAIN = ("scatter", "scatter-plain-client", "replicate")
+SLOW_IN_PLAIN = ("scatter", "scatter-plain-client", "replicate", "grid-search-scattered")
 
-#: Size at which the operations of `Comparison.arrivals` are warmed up.
+#: Size at which `Comparison.arrivals` and programs are warmed up.
 WARM_UP = 2**20
 
 Record = dict[str, object]
@@ -53,7 +54,8 @@ class Comparison:
         """Measure operations; a record is yielded as soon as it is there."""
         for op in ops:
             how = {"goodput": self.goodput} if op in USES else {}
-            warm_up = partial(self._operation, op=op, nbytes=min(sizes), later=0, **how)
+            least = min(*sizes, WARM_UP) if op in RUNNING else min(sizes)
+            warm_up = partial(self._operation, op=op, nbytes=least, later=0, **how)
             for cluster in self.clusters if op not in USES else ():  # they begin with some steps
                 warm_up(cluster)
             slow = ["plain"] if op in SLOW_IN_PLAIN else []
