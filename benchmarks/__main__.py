@@ -5,6 +5,7 @@ python -m benchmarks loopback         on this machine as it is
 python -m benchmarks arrivals         reductions whose operands become ready one by one (needs root)
 python -m benchmarks degrees          reductions by trees of given degrees (needs root)
 python -m benchmarks uses             asynchronous SGD and what else it is for (needs root)
+python -m benchmarks programs         other people's programs, unchanged (needs root)
 python -m benchmarks disturbed        the same when a worker fails, or is slow (needs root)
 python -m benchmarks peers            what Gloo and Open MPI need for the same (needs root)
 python -m benchmarks faults           what becomes of a broadcast when a host fails (needs root)
@@ -53,6 +54,7 @@ from benchmarks.degrees import degrees
 from benchmarks.exactness import add_command as add_exactness
 from benchmarks.laboratory import Laboratory, LaboratoryError, why_not
 from benchmarks.measure import Comparison
+from benchmarks.programs import RUNNING, compared
 from benchmarks.side import EFFECTS
 from benchmarks.uses import STEPS, USES
 from dask_hoplite.bench.operations import OPS, OPS_WITHOUT_NETWORK
@@ -130,6 +132,17 @@ def main() -> None:
     add_sizes(uses, ["16MiB"])
     uses.add_argument("--reps", type=int, default=3)
     uses.set_defaults(run=run_uses, slow_reps=1, later=0)
+
+    programs = commands.add_parser(
+        "programs",
+        parents=[common, hosts],
+        help="other people's programs, unchanged, on emulated hosts",
+    )
+    programs.add_argument("--ops", nargs="+", choices=RUNNING, default=list(RUNNING))
+    add_sizes(programs, ["32MiB"])
+    programs.add_argument("--reps", type=int, default=3)
+    programs.add_argument("--slow-reps", type=int, default=1, help="of plain Dask where it is slow")
+    programs.set_defaults(run=run_programs, later=0)
 
     fails = commands.add_parser(
         "disturbed",
@@ -325,6 +338,19 @@ def run_uses(args: argparse.Namespace) -> None:
     with laboratory(args) as (lab, about):
         title = f"{STEPS} steps, {args.hosts} hosts, {payload(about)}"
         compare_ops(args, lab, title, about, goodput=about["goodput"])
+
+
+def run_programs(args: argparse.Namespace) -> None:
+    """Compare programs that know nothing of Hoplite."""
+    with laboratory(args) as (lab, about):
+        path = new_file(args)
+        title = f"programs, {args.hosts} hosts, {payload(about)}"
+        with clusters(args, lab, path) as all_clusters:
+            comparison = Comparison(all_clusters, args.reps, args.slow_reps, args.timeout)
+            header = report.header(title=title, **about)
+            records = compared(comparison.ops(args.ops, args.sizes))
+            records = kept(path, header, records)
+    show_ops(path, title, records)
 
 
 def run_disturbed(args: argparse.Namespace) -> None:

@@ -11,11 +11,14 @@ from functools import partial
 from benchmarks.cluster import ClientError, ClientTimeout, Cluster
 from benchmarks.laboratory import Laboratory
 from benchmarks.operations import WORKLOADS
+from benchmarks.programs import RUNNING
 from benchmarks.uses import USES
 from dask_hoplite.bench import turns
 from dask_hoplite.bench.turns import Record
 
-#: Size at which the operations of `Comparison.arrivals` are warmed up.
+SLOW_IN_PLAIN = (*turns.SLOW_IN_PLAIN, "grid-search-scattered")
+
+#: Size at which `Comparison.arrivals` and programs are warmed up.
 WARM_UP = 2**20
 
 
@@ -54,7 +57,9 @@ class Comparison:
             self.reps,
             self.slow_reps,
             self.later,
-            cold=list(USES),  # they begin with some steps
+            cold=USES,  # they begin with some steps
+            slow=SLOW_IN_PLAIN,
+            least=min(*sizes, WARM_UP) if RUNNING.keys() >= set(ops) else None,
         )
 
     def arrivals(self, cases: list[Record], nbytes: int) -> Iterator[Record]:

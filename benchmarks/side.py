@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable
 
+import dask.bag
 from dask.utils import format_bytes
 from distributed import Client, wait
 
@@ -30,6 +31,15 @@ def tiny_tasks(client: Client, shrink: int, hoplite: bool) -> Figures:
     firsts = client.map(operator.neg, range(half), pure=False)
     wait(client.map(operator.add, firsts, firsts[1:] + firsts[:1], pure=False))
     return {f"{2 * half:,} tiny tasks [s]": time.perf_counter() - start}
+
+
+def tiny_graph(client: Client, shrink: int, hoplite: bool) -> Figures:
+    """A graph of many tiny tasks, half of which take another one."""
+    half = 5000 // shrink
+    bag = dask.bag.range(half, npartitions=half).map(operator.neg)
+    start = time.perf_counter()
+    wait(client.persist(bag, optimize_graph=False))
+    return {f"graph of {2 * half:,} tiny tasks [s]": time.perf_counter() - start}
 
 
 def busy_workers(client: Client, shrink: int, hoplite: bool) -> Figures:
@@ -94,6 +104,7 @@ def blocked_loops(client: Client, shrink: int, hoplite: bool) -> Figures:
 #: The side effects by name.
 EFFECTS: dict[str, Callable[[Client, int, bool], Figures]] = {
     "tiny": tiny_tasks,
+    "graph": tiny_graph,
     "busy": busy_workers,
     "memory": scheduler_memory,
     "loops": blocked_loops,

@@ -15,6 +15,7 @@ from distributed import Client, Future
 from distributed.client import FutureCancelledError, no_default
 
 import dask_hoplite
+from dask_hoplite import sizes
 from dask_hoplite.config import setting
 from dask_hoplite.contents import Contents
 from dask_hoplite.core.events import Key
@@ -148,12 +149,14 @@ class ClientExtension:
         self.client._gather = self._gather  # type: ignore[method-assign]
         self.client._gather_remote = self._gather_remote  # type: ignore[method-assign]
         self.client.unregister_scheduler_plugin = self._unregister  # type: ignore[method-assign]
+        sizes.install(self)
         self.installed = True
 
     def uninstall(self) -> None:
         """Put the client's methods back."""
         for name in ("_scatter", "_gather", "_gather_remote", "unregister_scheduler_plugin"):
             self.client.__dict__.pop(name, None)
+        sizes.uninstall(self)
         self.installed = False
 
     def _unregister(self, name: str) -> Any:

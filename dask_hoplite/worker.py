@@ -24,6 +24,7 @@ from distributed.worker_state_machine import (
     StateMachineEvent,
 )
 
+from dask_hoplite import sizes
 from dask_hoplite.arrivals import Arrivals
 from dask_hoplite.collectives.gatherer import Gatherer
 from dask_hoplite.collectives.reducer import Reducer
@@ -87,6 +88,7 @@ class HopliteWorker(WorkerPlugin):
     def setup(self, worker: Worker) -> None:
         """Replace what fetches, and add what serves."""
         self.worker = worker
+        sizes.install(self)
         assert worker.contact_address is not None
         self.address = worker.contact_address
         self.shelf = Shelf(worker.data)
@@ -138,6 +140,7 @@ class HopliteWorker(WorkerPlugin):
 
     async def teardown(self, worker: Worker) -> None:
         """Put everything back."""
+        sizes.uninstall(self)
         worker.__dict__.pop("gather_dep", None)
         worker.__dict__.pop("_get_client", None)
         worker.stream_handlers["compute-task"] = self.plain_compute_task

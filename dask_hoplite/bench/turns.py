@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -32,7 +32,9 @@ def compare(
     reps: int,
     slow_reps: int,
     later: float,
-    cold: Sequence[str] = (),
+    cold: Collection[str] = (),
+    slow: Collection[str] = SLOW_IN_PLAIN,
+    least: int | None = None,
 ) -> Iterator[Record]:
     """Measure operations; a record is yielded as soon as it is there.
 
@@ -51,17 +53,21 @@ def compare(
         Repetitions, and those of plain Dask in the operations where it is slow.
     later : float
         Copies are counted at the end of an operation and again this many seconds later.
-    cold : sequence of str
-        Operations that are not warmed up, by doing them once at the smallest size.
+    cold : collection of str
+        Operations that are not warmed up, by doing them once.
+    slow : collection of str
+        Operations in which plain Dask is slow.
+    least : int, optional
+        Size at which they are warmed up. Default: the smallest of ``sizes``.
     """
     for op in ops:
-        warm_up = partial(measure, op=op, nbytes=min(sizes), later=0)
+        warm_up = partial(measure, op=op, nbytes=least or min(sizes), later=0)
         for side in sides if op not in cold else ():
             warm_up(side)
-        slow = {"plain": slow_reps} if op in SLOW_IN_PLAIN else {}
+        fewer = {"plain": slow_reps} if op in slow else {}
         for nbytes in sizes:
             once = partial(measure, op=op, nbytes=nbytes, later=later)
-            for record in take_turns(sides, once, warm_up, reps, slow):
+            for record in take_turns(sides, once, warm_up, reps, fewer):
                 yield {"op": op, "nbytes": nbytes, **record}
 
 

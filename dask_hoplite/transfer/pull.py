@@ -13,6 +13,7 @@ from typing import Any
 from distributed.core import ConnectionPool, send_recv
 from distributed.utils import offload
 
+from dask_hoplite import sizes
 from dask_hoplite.core.events import (
     Abandoned,
     Event,
@@ -152,8 +153,11 @@ async def take(
 async def unpack(buffer: Buffer) -> Any:
     """The object of a complete buffer."""
     if buffer.nbytes > OFFLOAD:
-        return await offload(load, buffer.layout, buffer.own_frames())
-    return load(buffer.layout, buffer.own_frames())
+        value = await offload(load, buffer.layout, buffer.own_frames())
+    else:
+        value = load(buffer.layout, buffer.own_frames())
+    sizes.note(value, buffer.nbytes)
+    return value
 
 
 class Incoming:

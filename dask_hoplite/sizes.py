@@ -1,0 +1,110 @@
+"""How large objects are of whose classes Dask knows nothing.
+
+Dask takes each of these for some 56 bytes: a model of scikit-learn or XGBoost, or an object of the
+user that holds an array. So it would count as small, and not go by Hoplite. What goes over the wire
+is its pickle, so this is measured here, without keeping the bytes.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import weakref
+from contextlib import suppress
+from time import monotonic
+from typing import Any
+
+from dask.sizeof import sizeof
+
+#: Of smaller objects, Dask's own figure stands: others decide by it what to send how.
+SMALL = 100_000
+
+#: Seconds for which a measurement holds, as Dask asks several times in a row. Objects change.
+FRESH = 5.0
+
+#: What uses this in the process: workers' plugins and clients
+_users: weakref.WeakSet[Any] = weakref.WeakSet()
+
+#: Sizes by the identities of objects, and until when they hold
+_known: dict[int, tuple[weakref.ref[Any], int, float]] = {}
+
+_plain = sizeof.dispatch(object)
+
+
+def install(user: Any) -> None:
+    """Measure objects of unknown classes, for as long as somebody in this process uses this."""
+    _users.add(user)
+    if sizeof.dispatch(object) is _plain:
+        _replace(_plain, measure)
+
+
+def uninstall(user: Any) -> None:
+    """Leave it to Dask again, if nobody else uses this."""
+    _users.discard(user)
+    if not _users:
+        _replace(measure, _plain)
+
+
+def _replace(old: Any, new: Any) -> None:
+    """Let Dask look up unknown classes anew, and find another function for them."""
+    for cls in [cls for cls, function in list(sizeof._lookup.items()) if function is old]:
+        del sizeof._lookup[cls]
+    sizeof.register(object, new)
+
+
+def note(value: Any, nbytes: int) -> None:
+    """Remember the size of an object that has just arrived, and so need not be measured."""
+    if sizeof.dispatch(type(value)) is measure and nbytes >= SMALL:
+        _remember(value, nbytes, float("inf"))
+
+
+def measure(value: Any) -> int:
+    """Bytes of an object as pickled, if that is large and can be told; otherwise as Dask has it."""
+    if type(value).__module__ == "builtins":
+        return sys.getsizeof(value)
+    known = _known.get(id(value))
+    if known is not None and known[0]() is value and monotonic() < known[2]:
+        return known[1]
+    nbytes = sys.getsizeof(value)
+    pickled = _pickled(value)
+    if pickled >= SMALL:
+        nbytes = max(nbytes, pickled)
+        _remember(value, nbytes, monotonic() + FRESH)
+    return nbytes
+
+
+def _remember(value: Any, nbytes: int, until: float) -> None:
+    identity = id(value)
+
+    def forget(ref: weakref.ref[Any]) -> None:
+        if (known := _known.get(identity)) is not None and known[0] is ref:
+            del _known[identity]
+
+    with suppress(TypeError):  # there are no such references to it, so it is measured each time
+        _known[identity] = weakref.ref(value, forget), nbytes, until
+
+
+def _pickled(value: Any) -> int:
+    count = _Count()
+    try:
+        pickle.Pickler(count, 5, buffer_callback=count.aside).dump(value)
+    except Exception:  # of any kind, as classes may define how they are pickled
+        return 0
+    return count.nbytes
+
+
+class _Count:
+    """A file that only counts what is written."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Count some bytes."""
+        size = memoryview(data).nbytes
+        self.nbytes += size
+        return size
+
+    def aside(self, buffer: pickle.PickleBuffer) -> None:
+        """Count a buffer that need not be copied."""
+        self.nbytes += memoryview(buffer).nbytes
