@@ -52,3 +52,21 @@ def browser(width: int = 1280, height: int = 1200) -> Iterator[Any]:
             yield driver
         finally:
             driver.quit()
+
+
+TEXT = r"""
+const lines = (root) => [...root.children].flatMap((element) => [
+  element.innerText || "",
+  ...(element.shadowRoot ? lines(element.shadowRoot) : []),
+  ...lines(element),
+]);
+return lines(document.body).join("\n");
+"""
+
+
+def text(driver: Any) -> str:
+    """The words of the page that a browser shows, also in the trees that Bokeh hides from CSS.
+
+    Those on canvases are not among them, and others may be there several times.
+    """
+    return driver.execute_script(TEXT)

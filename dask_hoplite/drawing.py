@@ -83,9 +83,9 @@ class Forest:
         while ahead:
             name = ahead.pop()
             order.append(name)
-            # The last one on the stack is the next in the order.
             own = dict.fromkeys(self._own(name))
-            ahead += sorted(own, key=lambda child: self.size[child], reverse=not largest_first)
+            next_ones = sorted(own, key=self.size.__getitem__, reverse=largest_first)
+            ahead += reversed(next_ones)
         return order
 
     def places(self, width: int = WIDTH, tall: int = TALL) -> dict[Hashable, Place]:
@@ -138,8 +138,9 @@ class Drawing:
         self.left_out = 0
         total = sum(len(sketch.cells) for sketch in picture.sketches)
         self.named = total <= NAMED
-        for sketch in picture.sketches:
-            self._draw(sketch)
+        self.forests = [Forest(sketch) for sketch in picture.sketches]
+        for sketch, forest in zip(picture.sketches, self.forests, strict=True):
+            self._draw(sketch, forest)
         self.workers = self._workers()
         self.objects = self._objects()
         self.changes = self._changes()
@@ -147,13 +148,12 @@ class Drawing:
 
     # Trees
 
-    def _draw(self, sketch: Sketch) -> None:
+    def _draw(self, sketch: Sketch, forest: Forest) -> None:
         room = ROWS - self.rows
         if room < 2:
             self.left_out += 1
             return
-        places = Forest(sketch).places()
-        places = {name: (x, y) for name, (x, y) in places.items() if y < room - 1}
+        places = {name: at for name, at in forest.places().items() if at[1] < room - 1}
         hidden = len(sketch.cells) - len(places)
         add(self.heads, x=-0.5, y=-self.rows, text=heading(sketch, hidden))
         top = -self.rows - 1
@@ -170,10 +170,7 @@ class Drawing:
         x, y = place
         worker = self.name_of(cell.worker)
         sources = [sketch.cells[name].worker for name in cell.sources if name in sketch.cells]
-        if sketch.kind != "transfer":
-            what = "has made"
-        else:
-            what = "has"
+        what = "has" if sketch.kind == "transfer" else "has made"
         done = f"{what} {format_bytes(cell.received)} of {format_bytes(cell.nbytes)}"
         add(
             self.cells,
@@ -214,7 +211,7 @@ class Drawing:
 
     def _objects(self) -> Columns:
         columns: Columns = defaultdict(list)
-        for sketch in self.picture.sketches:
+        for sketch, forest in zip(self.picture.sketches, self.forests, strict=True):
             busy = sum(cell.busy for cell in sketch.cells.values())
             contributors = ""
             if sketch.wanted:
@@ -229,7 +226,7 @@ class Drawing:
                 busy=busy,
                 done=f"{sketch.share:.0%}",
                 rate=per_second(sketch.rate or None),
-                hops=max(Forest(sketch).depth.values(), default=0),
+                hops=max(forest.depth.values(), default=0),
                 changes=sketch.changes,
                 contributors=contributors,
             )

@@ -132,16 +132,16 @@ class Trees:
             "mx", "my", angle="angle", marker="triangle", size=7, color="color", source=self.edges
         )
         box = {"x": "x", "width": 0.72, "bottom": "bottom", "source": self.cells}
-        outline = plot.vbar(
-            **box, top="top", fill_color="white", line_color="line", line_width=1.5
-        )
+        outline = plot.vbar(**box, top="top", fill_color="white", line_color="line", line_width=1.5)
         plot.vbar(**box, top="filled", fill_color="color", line_color=None)
         words = {"x": "x", "source": self.cells, "text_align": "center", "text_font_size": "9px"}
         plot.text(y="bottom", text="label", text_baseline="top", text_color="#444444", **words)
         plot.text(
             y="top", text="percent", text_baseline="top", y_offset=4, text_color="black", **words
         )
-        plot.text("x", "y", "text", source=self.heads, text_font_size="12px", text_baseline="middle")
+        plot.text(
+            "x", "y", "text", source=self.heads, text_font_size="12px", text_baseline="middle"
+        )
         plot.add_tools(HoverTool(renderers=[outline], tooltips=TOOLTIP))
 
     def update(self, drawing: Drawing) -> None:
@@ -201,11 +201,12 @@ class Bytes:
         put(self.source, drawing.workers)
         names = drawing.workers["worker"]
         if names != self.names:
-            self.names = names
-            few = len(names) <= NAMED
             self.root.x_range.end = max(len(names), 4) - 0.4
-            self.root.xaxis.ticker = FixedTicker(ticks=list(range(len(names))) if few else [])
-            self.root.xaxis.major_label_overrides = dict(enumerate(names)) if few else {}
+            shown = names if len(names) <= NAMED else []
+            if shown or len(self.names) <= NAMED:
+                self.root.xaxis.ticker = FixedTicker(ticks=list(range(len(shown))))
+                self.root.xaxis.major_label_overrides = dict(enumerate(shown))
+            self.names = names
 
 
 class Table:

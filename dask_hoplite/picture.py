@@ -164,7 +164,8 @@ class History:
                 }
                 self._follow(row, after)
         for key, time in list(self.touched.items()):
-            if key not in directory.trees and now - time > LINGER:
+            tree = directory.trees.get(key)
+            if (tree is None or not tree.transfers) and now - time > LINGER:
                 for of_key in (self.touched, self.finished, self.changed):
                     of_key.pop(key, None)
 
