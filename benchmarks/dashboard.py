@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -195,21 +196,28 @@ def look(url: str, seconds: float) -> None:
 
 
 @contextlib.contextmanager
-def slow_links(pause: float, piece: int = 2**16) -> Iterator[None]:
-    """Let transfers within this process take long: a pause for each piece, no shared memory."""
+def slow_links(pause: float, piece: int = 2**16) -> Iterator[SimpleNamespace]:
+    """Let transfers within this process take long, by a pause for each piece of them.
+
+    Yields
+    ------
+    SimpleNamespace
+        Its ``pause``, in seconds, may be changed.
+    """
     step = pump.Move.step
+    pace = SimpleNamespace(pause=pause)
 
     def slowly(self: pump.Move, events: int) -> int:
-        time.sleep(pause)
+        time.sleep(pace.pause)
         return step(self, events)
 
     with (
         patch.object(pump.Move, "step", slowly),
         patch.object(pump, "PIECE", piece),
         patch.object(pump, "LEAST", piece),
-        patch.object(pull, "affinity", lambda: ""),
+        patch.object(pull, "affinity", lambda: ""),  # no shared memory
     ):
-        yield
+        yield pace
 
 
 def photograph(path: Path) -> None:

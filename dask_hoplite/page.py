@@ -215,7 +215,8 @@ class Table:
     def __init__(self, title: str, columns: Mapping[str, tuple[str, int]], attribute: str):
         self.attribute = attribute
         self.source = source(list(columns))
-        table = DataTable(
+        self.drawn = 0
+        self.table = DataTable(
             source=self.source,
             columns=[
                 TableColumn(field=name, title=title, width=width)
@@ -226,11 +227,15 @@ class Table:
             height=230,
             sizing_mode="stretch_width",
         )
-        self.root = column(Div(text=f"<b>{title}</b>"), table, sizing_mode="stretch_width")
+        self.root = column(Div(text=f"<b>{title}</b>"), self.table, sizing_mode="stretch_width")
 
     def update(self, drawing: Drawing) -> None:
         """Show another drawing."""
-        put(self.source, getattr(drawing, self.attribute))
+        if put(self.source, getattr(drawing, self.attribute)):
+            # Bokeh (3.9) draws a table anew if the number of its rows changes, or any property of
+            # its view.
+            self.drawn += 1
+            self.table.view.tags = [self.drawn]
 
 
 class Summary:
@@ -302,9 +307,10 @@ def source(columns: list[str]) -> ColumnDataSource:
     return ColumnDataSource({name: [] for name in columns})
 
 
-def put(into: ColumnDataSource, columns: Columns) -> None:
-    """Send those columns that are not as they were."""
+def put(into: ColumnDataSource, columns: Columns) -> bool:
+    """Send those columns that are not as they were; return whether there were any."""
     new = {name: columns.get(name, []) for name in into.data}
     changed = {name: values for name, values in new.items() if into.data[name] != values}
     if changed:
         into.data.update(changed)
+    return bool(changed)
