@@ -117,7 +117,10 @@ def run(workers: int, seconds: float) -> dict[str, float]:
     """
     if reason := why_not():
         raise ValueError(reason)
-    return asyncio.run(_run(workers, seconds))
+    key = "distributed.scheduler.dashboard.bokeh-application"
+    brief = {"unused_session_lifetime_milliseconds": 500}  # what nobody looks at ends soon
+    with dask.config.set({key: {**dask.config.get(key), **brief}}):
+        return asyncio.run(_run(workers, seconds))
 
 
 async def _run(workers: int, seconds: float) -> dict[str, float]:
@@ -229,35 +232,36 @@ def photograph(path: Path) -> None:
 
 async def _photograph(path: Path) -> None:
     async with contextlib.AsyncExitStack() as stack:
-        stack.enter_context(dask.config.set({"hoplite.stall-timeout": "600ms"}))
+        stack.enter_context(dask.config.set({"hoplite.stall-timeout": "1s"}))
         scheduler = await stack.enter_async_context(
             Scheduler(host="127.0.0.1", dashboard_address="127.0.0.1:0")
         )
+        workers = []
         for i in range(8):
             where = {"name": f"worker-{i}", "host": f"127.0.0.{10 + i}"}  # as if on several hosts
-            await stack.enter_async_context(Worker(scheduler.address, nthreads=1, **where))
+            worker = Worker(scheduler.address, nthreads=1, **where)
+            workers.append(await stack.enter_async_context(worker))
         client = await stack.enter_async_context(Client(scheduler.address, asynchronous=True))
         await client.register_plugin(Hoplite())
-        driver = await asyncio.to_thread(stack.enter_context, browser(1280, 960))
+        model = client.submit(np.ones, 4_000_000, key="model", workers=["worker-0"])
+        gradients = [
+            client.submit(np.ones, 1_000_000, key=f"gradient-{i}", workers=[f"worker-{i}"])
+            for i in range(7)
+        ]
+        await asyncio.gather(model, *gradients)
+        driver = await asyncio.to_thread(stack.enter_context, browser(1160, 1110))
         url = f"http://127.0.0.1:{scheduler.http_server.port}/hoplite"
         await asyncio.to_thread(driver.get, url)
-        model = client.submit(np.ones, 4_000_000, key="model", workers=["worker-0"])
-        gradients = client.map(
-            lambda seed: np.random.default_rng(seed).random(2_000_000),
-            range(8),
-            key=[f"gradient-{i}" for i in range(8)],
-        )
-        await asyncio.gather(model, *gradients)
-        stack.enter_context(slow_links(0.0015))
+        pace = stack.enter_context(slow_links(0.0015))
         spreading = asyncio.create_task(hoplite.broadcast(model))
-        await asyncio.sleep(2)
-        total = await hoplite.reduce(gradients)
         await asyncio.sleep(3)
+        await workers.pop().close()  # those that it feeds go on with others
+        total = await hoplite.reduce(gradients)
+        await asyncio.sleep(5)
         await asyncio.to_thread(driver.save_screenshot, str(path))
-        rows = await hoplite.transfers()
-        print([(r["receiver"], r["source"], r["received"], r["status"]) for r in rows])
-        spreading.cancel()
-        del total
+        pace.pause = 0
+        await spreading
+        await total
 
 
 if __name__ == "__main__":

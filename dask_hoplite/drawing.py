@@ -134,7 +134,7 @@ class Drawing:
         self.cells: Columns = defaultdict(list)
         self.edges: Columns = defaultdict(list)
         self.heads: Columns = defaultdict(list)
-        self.rows = 0
+        self.rows = self.columns = 0  # that are taken
         self.left_out = 0
         total = sum(len(sketch.cells) for sketch in picture.sketches)
         self.named = total <= NAMED
@@ -165,6 +165,7 @@ class Drawing:
                     moved = sketch.cells[name].moved
                     add(self.edges, **edge(at[source], place), color=MOVED if moved else EDGE)
         self.rows += 2 + max((y for _, y in places.values()), default=0)
+        self.columns = max(self.columns, *(1 + x for x, _ in places.values()))
 
     def _draw_cell(self, sketch: Sketch, cell: Cell, place: Place) -> None:
         x, y = place

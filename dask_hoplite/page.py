@@ -27,7 +27,7 @@ from bokeh.models import (
 from bokeh.plotting import figure
 from distributed.dashboard.components.scheduler import BOKEH_THEME, env
 
-from dask_hoplite.drawing import COLORS, MOVED, WIDTH, Columns, Drawing
+from dask_hoplite.drawing import COLORS, MOVED, Columns, Drawing
 from dask_hoplite.picture import Observer, Picture
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 #: Milliseconds between updates
 PERIOD = 1000
 
-#: Rows for which a plot of trees is high at the least, and pixels for each
-ROWS, PIXELS = 5, 36
+#: Columns and rows for which a plot of trees has room at the least, and pixels for each row
+COLUMNS, ROWS, PIXELS = 14, 4, 38
 
 #: Workers whose names are at the axis
 NAMED = 24
@@ -115,7 +115,7 @@ class Trees:
         self.heads = source(["x", "y", "text"])
         self.root = plot = figure(
             title="Who takes from whom",
-            x_range=Range1d(-0.7, WIDTH - 0.3),
+            x_range=Range1d(-0.7, COLUMNS - 0.3),
             y_range=Range1d(-ROWS, 0.6),
             height=ROWS * PIXELS + 60,
             min_width=600,
@@ -149,7 +149,9 @@ class Trees:
         put(self.cells, drawing.cells)
         put(self.edges, drawing.edges)
         put(self.heads, drawing.heads)
-        rows = max(drawing.rows, ROWS)
+        rows, columns = max(drawing.rows, ROWS), max(drawing.columns, COLUMNS)
+        if self.root.x_range.end != columns - 0.3:
+            self.root.x_range.end = columns - 0.3
         if self.root.y_range.start != -rows:
             self.root.y_range.start = -rows
             self.root.height = rows * PIXELS + 60
@@ -170,7 +172,7 @@ class Bytes:
         self.root = plot = figure(
             title="Bytes by worker",
             x_range=Range1d(-0.6, 3.6),
-            height=260,
+            height=240,
             min_width=600,
             sizing_mode="stretch_width",
             tools="",
@@ -186,9 +188,10 @@ class Bytes:
         ]
         plot.yaxis.formatter = NumeralTickFormatter(format="0 b")
         plot.xgrid.visible = False
-        plot.legend.location = "top_left"
         plot.legend.orientation = "horizontal"
-        plot.legend.padding = 2
+        plot.legend.border_line_color = None
+        plot.legend.padding = plot.legend.margin = 0
+        plot.add_layout(plot.legend[0], "above")
         tips = [
             ("worker", "@worker"),
             ("in", "@received{0.0 b}, @receiving"),
@@ -224,7 +227,7 @@ class Table:
             ],
             index_position=None,
             reorderable=False,  # or Bokeh misses a library, and says so
-            height=230,
+            height=160,
             sizing_mode="stretch_width",
         )
         self.root = column(Div(text=f"<b>{title}</b>"), self.table, sizing_mode="stretch_width")
