@@ -232,7 +232,7 @@ def photograph(path: Path) -> None:
 
 async def _photograph(path: Path) -> None:
     async with contextlib.AsyncExitStack() as stack:
-        stack.enter_context(dask.config.set({"hoplite.stall-timeout": "1s"}))
+        stack.enter_context(dask.config.set({"hoplite.stall-timeout": "2s"}))
         scheduler = await stack.enter_async_context(
             Scheduler(host="127.0.0.1", dashboard_address="127.0.0.1:0")
         )

@@ -66,9 +66,10 @@ def _mount(scheduler: Scheduler) -> None:
     from bokeh.application.handlers.function import FunctionHandler
     from distributed.dashboard.core import DaskBokehTornado
 
-    daskboard = next((app for app in applications if isinstance(app, DaskBokehTornado)), None)
-    if daskboard is None:
+    boards: list[Any] = [app for app in applications if isinstance(app, DaskBokehTornado)]
+    if not boards:
         return
+    daskboard = boards[0]
 
     from distributed.dashboard.scheduler import template_variables
 

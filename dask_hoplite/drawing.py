@@ -183,7 +183,6 @@ class Drawing:
             line=MOVED if cell.moved else COLORS[cell.state],
             label=short(worker) if self.named else "",
             percent=f"{cell.share:.0%}" if self.named and cell.busy else "",
-            object=str(sketch.key),
             worker=worker,
             source=", ".join(map(self.name_of, sources)) or "–",
             done=f"{cell.state}: {done} ({cell.share:.0%})",

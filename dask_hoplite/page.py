@@ -45,10 +45,8 @@ NAMED = 24
 ABSENT = "Hoplite is not installed on this scheduler."
 NOTHING = "Nothing moves at the moment."
 
-CELLS = [
-    *("x", "bottom", "top", "filled", "color", "line", "label", "percent"),
-    *("object", "worker", "source", "done", "rate", "note"),
-]
+CELLS = ["x", "bottom", "top", "filled", "color", "line", "label", "percent"]
+CELLS += ["worker", "source", "done", "rate", "note"]
 EDGES = ["x0", "y0", "x1", "y1", "cx", "cy", "mx", "my", "angle", "color"]
 WORKERS = ["x_in", "x_out", "worker", "received", "sent", "receiving", "sending"]
 OBJECTS = {
@@ -158,7 +156,7 @@ class Trees:
 
 
 TOOLTIP = """
-<div style="max-width: 420px"><b>@worker</b> takes from @source<br>@object<br>@done<br>@rate<br>
+<div style="max-width: 420px"><b>@worker</b> takes from @source<br>@done<br>@rate<br>
 @note</div>
 """
 

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 #: Seconds for which what has ended is still shown
 LINGER = 10.0
 
-#: Seconds for which a picture is good for all who look
-FRESH = 0.9
+#: Seconds for which a picture is good for all who look: less than between two looks of one of them,
+#: which may come late, and the next one then sooner
+FRESH = 0.7
 
 #: Changes of source that are listed, and objects
 CHANGES, OBJECTS = 50, 100
