@@ -54,19 +54,17 @@ def browser(width: int = 1280, height: int = 1200) -> Iterator[Any]:
             driver.quit()
 
 
-TEXT = r"""
-const lines = (root) => [...root.children].flatMap((element) => [
-  element.innerText || "",
-  ...(element.shadowRoot ? lines(element.shadowRoot) : []),
-  ...lines(element),
-]);
-return lines(document.body).join("\n");
+TEXT = """
+const leaves = (root) => [...root.children].flatMap((element) =>
+  element.shadowRoot ? leaves(element.shadowRoot)
+  : element.children.length ? leaves(element) : [element.textContent]);
+return leaves(document.body).join(String.fromCharCode(10));
 """
 
 
 def text(driver: Any) -> str:
     """The words of the page that a browser shows, also in the trees that Bokeh hides from CSS.
 
-    Those on canvases are not among them, and others may be there several times.
+    One line for each innermost element; those on canvases are not among them.
     """
     return driver.execute_script(TEXT)
