@@ -17,6 +17,7 @@ python -m benchmarks versions         memory over many versions of parameters
 python -m benchmarks memory           more at once than a worker has memory for
 python -m benchmarks chaos            whether faults by chance do any harm
 python -m benchmarks exactness        collectives while workers fail: each operand counted once
+python -m benchmarks dashboard        what an open page of the dashboard costs the scheduler
 python -m benchmarks dask-tests DIR   Dask's own tests, plain and with Hoplite
 python -m benchmarks plot FILE        draw the records of an earlier run again
 """
@@ -39,6 +40,7 @@ from rich.console import Console
 
 from benchmarks import (
     churn,
+    dashboard,
     dask_tests,
     disturbed,
     faults,
@@ -226,6 +228,14 @@ def main() -> None:
     plot = commands.add_parser("plot", help="draw the records of an earlier run again")
     plot.add_argument("file", type=Path)
     plot.set_defaults(run=run_plot)
+
+    page = commands.add_parser(
+        "dashboard", help="what an open page of the dashboard costs the scheduler"
+    )
+    page.add_argument("--workers", type=int, default=200, help="simulated ones")
+    page.add_argument("--seconds", type=float, default=20, help="of each of three windows")
+    page.add_argument("--picture", type=Path, help="save a picture of the page instead")
+    page.set_defaults(run=run_dashboard)
 
     tests = commands.add_parser("dask-tests", help="Dask's own tests, with Hoplite and without")
     tests.add_argument("checkout", type=Path, help="of dask/distributed, at the installed release")
@@ -496,6 +506,20 @@ def run_memory(args: argparse.Namespace) -> None:
             f"{record['seconds']:.1f} s",
             soft_wrap=True,
         )
+
+
+def run_dashboard(args: argparse.Namespace) -> None:
+    """Measure what an open page costs, or save a picture of it."""
+    if args.picture is not None:
+        dashboard.photograph(args.picture)
+        return
+    found = dashboard.run(args.workers, args.seconds)
+    console.print(
+        f"{args.workers} workers: {found['closed']:.2%} of a core with no page open, "
+        f"{found['open']:.2%} with one: the page takes {found['page']:.2%}, "
+        f"and changes {found['updates']:.2f} times a second",
+        soft_wrap=True,
+    )
 
 
 def run_learning(args: argparse.Namespace) -> None:

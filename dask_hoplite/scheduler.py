@@ -24,7 +24,7 @@ from distributed.protocol.pickle import dumps
 from distributed.scheduler import TaskState, WorkerState
 
 import dask_hoplite
-from dask_hoplite import lost_object
+from dask_hoplite import dashboard, lost_object
 from dask_hoplite.collectives.reductions import Reductions
 from dask_hoplite.collectives.starting import ANNOTATION
 from dask_hoplite.config import Config
@@ -192,6 +192,7 @@ class Hoplite(SchedulerPlugin):
         self._replace_policies(
             ReduceReplicas, lambda policy: KeepWishedReplicas(policy, self.wishes)
         )
+        dashboard.install(scheduler)
 
     def _uninstall(self) -> None:
         scheduler = self.scheduler
@@ -205,6 +206,7 @@ class Hoplite(SchedulerPlugin):
         for name in self.added:
             scheduler.handlers.pop(name, None)
         lost_object.uninstall(scheduler)
+        dashboard.uninstall(scheduler)
         self._replace_policies(KeepWishedReplicas, lambda policy: policy.policy)
         self.reductions.close()
         self.presence.change()  # nobody waits for more

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from dask_hoplite.core.events import Key
 
@@ -15,6 +15,9 @@ class Wishes:
 
     def __contains__(self, key: Key) -> bool:
         return key in self._wishes
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._wishes)
 
     def __len__(self) -> int:
         return len(self._wishes)
