@@ -24,7 +24,8 @@ from distributed.protocol.pickle import dumps
 from distributed.scheduler import TaskState, WorkerState
 
 import dask_hoplite
-from dask_hoplite import lost_object
+from dask_hoplite import lost_object, seams, versions
+from dask_hoplite.aside import NAME, Aside
 from dask_hoplite.collectives.reductions import Reductions
 from dask_hoplite.collectives.starting import ANNOTATION
 from dask_hoplite.config import Config
@@ -43,6 +44,7 @@ from dask_hoplite.core.instructions import Cancel, Instruction
 from dask_hoplite.core.wishes import Wishes
 from dask_hoplite.exceptions import ObjectLostError
 from dask_hoplite.messages import decode, encode
+from dask_hoplite.peers import Peers
 from dask_hoplite.presence import Presence
 from dask_hoplite.puts import Puts
 from dask_hoplite.settled import settle
@@ -52,8 +54,6 @@ from dask_hoplite.transfer.serve import NoReply
 from dask_hoplite.worker import TOPIC, HopliteWorker
 
 logger = logging.getLogger(__name__)
-
-NAME = "hoplite"
 
 
 class Hoplite(SchedulerPlugin):
@@ -110,6 +110,9 @@ class Hoplite(SchedulerPlugin):
         if installing is not None:  # another client is doing so at this very moment
             await installing.ready.wait()
             return
+        if reason := versions.check(seams.SCHEDULER, scheduler):
+            self._step_aside(scheduler, reason)
+            return
         scheduler.extensions[NAME] = self
         self.ready = asyncio.Event()
         self.scheduler = scheduler
@@ -122,6 +125,7 @@ class Hoplite(SchedulerPlugin):
         self.tasks: set[asyncio.Task[Any]] = set()
         self.reductions = Reductions(self, scheduler)
         self.presence = Presence(scheduler)
+        self.peers = Peers()
         self._reset()
         for address in scheduler.workers:
             self.add_worker(scheduler, address)
@@ -134,6 +138,11 @@ class Hoplite(SchedulerPlugin):
         await scheduler.register_worker_plugin(None, dumps(plugin), name=NAME, idempotent=True)
         self.ready.set()
 
+    def _step_aside(self, scheduler: Scheduler, reason: str) -> None:
+        """Leave everything to Dask, and say why."""
+        self.__class__ = Aside  # type: ignore[assignment]  # for Dask calls the hooks of whatever was registered
+        Aside.stand(self, scheduler, reason)  # type: ignore[arg-type]
+
     def _reset(self) -> None:
         self.directory = Directory(
             self.holders, stall_timeout=self.config.stall_timeout, history=self.config.history
@@ -143,6 +152,7 @@ class Hoplite(SchedulerPlugin):
         scheduler, copies, puts = self.scheduler, self.copies, self.puts
         self.added: dict[str, Callable[..., Any]] = {
             "hoplite_hello": self.hello,
+            "hoplite_meet": self.meet,
             "hoplite_tell": self.tell,
             "hoplite_place": puts.place,
             "hoplite_commit": puts.commit,
@@ -253,6 +263,7 @@ class Hoplite(SchedulerPlugin):
         """Count a worker out. Those that it fed are told when they next ask."""
         self.handle(WorkerLeft(worker))
         self.presence.change()
+        self.peers.left(worker)
         self.reductions.worker_left(worker)
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
@@ -423,12 +434,24 @@ class Hoplite(SchedulerPlugin):
         waiting = len(ts.waiters or ()) if ts is not None else 1
         return max(self.copies.planned.get(key, 0), min(waiting, len(self.scheduler.workers)))
 
+    # Who takes part
+
+    async def meet(self, worker: str, version: str, refused: str | None) -> None:
+        """A worker has its half, or says why it cannot. What one cannot, none should."""
+        if refused is None:
+            self.peers.tell(worker, version)
+        elif self.scheduler.extensions.get(NAME) is self:
+            self._uninstall()
+            self.scheduler._ongoing_background_tasks.call_soon(self._leave_workers)
+            self._step_aside(self.scheduler, f"on {worker}, {refused}")
+
     # What clients ask
 
     async def hello(self) -> dict[str, Any]:
         """What a client must know to take part."""
         return {
             "version": dask_hoplite.__version__,
+            "workers": self.peers.versions,
             "min_size": self.config.min_size,
             "stall_timeout": self.config.stall_timeout,
             "push_timeout": self.config.push_timeout,

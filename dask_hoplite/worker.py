@@ -24,6 +24,8 @@ from distributed.worker_state_machine import (
     StateMachineEvent,
 )
 
+import dask_hoplite
+from dask_hoplite import seams, versions
 from dask_hoplite.arrivals import Arrivals
 from dask_hoplite.collectives.gatherer import Gatherer
 from dask_hoplite.collectives.reducer import Reducer
@@ -41,8 +43,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: Dask's event log has what workers report to the directory under this topic.
-TOPIC = "hoplite"
+#: Dask's event log has what workers report to the directory under this topic. What people may want
+#: to read is under another one.
+TOPIC = "hoplite-workers"
 
 #: States of a task that Dask is fetching, in its worker's state machine
 FLYING = ("flight", "resumed", "cancelled")
@@ -84,9 +87,21 @@ class HopliteWorker(WorkerPlugin):
 
     # Installation
 
-    def setup(self, worker: Worker) -> None:
-        """Replace what fetches, and add what serves."""
+    async def setup(self, worker: Worker) -> None:
+        """Replace what fetches, and add what serves, if this worker's Dask is as it is known."""
         self.worker = worker
+        refused = versions.check(seams.WORKER, worker)
+        if refused is None:
+            self._install(worker)
+        self.installed = refused is None
+        if refused is not None:
+            logger.warning(refused)
+        with suppress(OSError):  # who has lost the scheduler has other things to do
+            await worker.scheduler.hoplite_meet(
+                worker=worker.contact_address, version=dask_hoplite.__version__, refused=refused
+            )
+
+    def _install(self, worker: Worker) -> None:
         assert worker.contact_address is not None
         self.address = worker.contact_address
         self.shelf = Shelf(worker.data)
@@ -138,6 +153,8 @@ class HopliteWorker(WorkerPlugin):
 
     async def teardown(self, worker: Worker) -> None:
         """Put everything back."""
+        if not self.installed:
+            return
         worker.__dict__.pop("gather_dep", None)
         worker.__dict__.pop("_get_client", None)
         worker.stream_handlers["compute-task"] = self.plain_compute_task
@@ -161,6 +178,8 @@ class HopliteWorker(WorkerPlugin):
 
     def transition(self, key: Key, start: str, finish: str, **kwargs: Any) -> None:
         """Let go of what Dask has no use for any more."""
+        if not self.installed:
+            return
         if key in self.landing and start in FLYING and finish not in FLYING:
             self.landing.pop(key).set_result(None)
         if start == "memory":
@@ -208,7 +227,7 @@ class HopliteWorker(WorkerPlugin):
     def compute_task(self, *, annotations: dict[str, Any], **message: Any) -> None:
         """In place of Dask's handler: a task may come with a source for its large dependency, or be
         a reduction, which only waits."""
-        decided = annotations.pop(TOPIC, None)
+        decided = annotations.pop(self.name, None)
         waits = annotations.pop(ANNOTATION, False)
         self.plain_compute_task(annotations=annotations, **message)
         if waits:
