@@ -8,7 +8,8 @@ import sys
 from collections.abc import Callable, Collection, Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import replace
-from time import monotonic, time
+from functools import partial
+from time import monotonic, perf_counter, time
 from typing import Any
 
 from dask.utils import format_bytes
@@ -24,7 +25,7 @@ from distributed.protocol.pickle import dumps
 from distributed.scheduler import TaskState, WorkerState
 
 import dask_hoplite
-from dask_hoplite import lost_object, seams, versions
+from dask_hoplite import lost_object, metrics, seams, versions
 from dask_hoplite.aside import NAME, Aside
 from dask_hoplite.collectives.reductions import Reductions
 from dask_hoplite.collectives.starting import ANNOTATION
@@ -41,6 +42,7 @@ from dask_hoplite.core.events import (
     WorkerLeft,
 )
 from dask_hoplite.core.instructions import Cancel, Instruction
+from dask_hoplite.core.record import Record
 from dask_hoplite.core.wishes import Wishes
 from dask_hoplite.exceptions import ObjectLostError
 from dask_hoplite.messages import decode, encode
@@ -126,6 +128,7 @@ class Hoplite(SchedulerPlugin):
         self.reductions = Reductions(self, scheduler)
         self.presence = Presence(scheduler)
         self.peers = Peers()
+        self.record = Record(partial(scheduler.log_event, NAME))
         self._reset()
         for address in scheduler.workers:
             self.add_worker(scheduler, address)
@@ -145,7 +148,10 @@ class Hoplite(SchedulerPlugin):
 
     def _reset(self) -> None:
         self.directory = Directory(
-            self.holders, stall_timeout=self.config.stall_timeout, history=self.config.history
+            self.holders,
+            stall_timeout=self.config.stall_timeout,
+            history=self.config.history,
+            record=self.record,
         )
 
     def _install(self) -> None:
@@ -190,6 +196,7 @@ class Hoplite(SchedulerPlugin):
         self.plain_status_change = scheduler.stream_handlers["worker-status-change"]
         scheduler.stream_handlers["worker-status-change"] = self.worker_status_change
         lost_object.install(scheduler, self.lost)
+        metrics.SCHEDULERS.install(scheduler)
         self._replace_policies(
             ReduceReplicas, lambda policy: KeepWishedReplicas(policy, self.wishes)
         )
@@ -206,6 +213,7 @@ class Hoplite(SchedulerPlugin):
         for name in self.added:
             scheduler.handlers.pop(name, None)
         lost_object.uninstall(scheduler)
+        metrics.SCHEDULERS.uninstall(scheduler)
         self._replace_policies(KeepWishedReplicas, lambda policy: policy.policy)
         self.reductions.close()
         self.presence.change()  # nobody waits for more
@@ -240,6 +248,7 @@ class Hoplite(SchedulerPlugin):
 
     async def close(self) -> None:
         """Stop what is under way, with the scheduler."""
+        metrics.SCHEDULERS.uninstall(self.scheduler)
         for task in self.tasks:
             task.cancel()
 
@@ -325,7 +334,10 @@ class Hoplite(SchedulerPlugin):
 
     def handle(self, event: Event) -> list[Instruction]:
         """Let the core decide."""
-        return self.directory.handle(event, monotonic())
+        begun = perf_counter()
+        instructions = self.directory.handle(event, monotonic())
+        self.record.decided(perf_counter() - begun)
+        return instructions
 
     async def tell(self, event: dict[str, Any]) -> dict[str, Any] | None:
         """A worker tells of an event; the answer is what it is to do, if anything."""
@@ -355,6 +367,7 @@ class Hoplite(SchedulerPlugin):
         where = self.losses.pop(ts.key, {})
         if ts.nbytes < self.config.min_size:
             return None
+        self.record.lose(key=ts.key, nbytes=ts.nbytes, holders=where)
         reason = f"the last copy of these {format_bytes(ts.nbytes)} is lost"
         return ObjectLostError(ts.key, f"{reason}, and it was scattered, not computed", where)
 

@@ -305,3 +305,11 @@ WORKER = (
     # Tasks have clients that take part
     *(seam for seam in CLIENT if not seam.where.startswith(".")),
 )
+
+#: Without these there are no metrics, and all else works.
+METRICS = (
+    Seam("distributed.http.prometheus:PrometheusCollector"),
+    Seam("distributed.http.prometheus:PrometheusCollector.build_name", "name"),
+    Seam("distributed.http.scheduler.prometheus.core:PrometheusHandler._collectors"),
+    Seam("distributed.http.worker.prometheus.core:PrometheusHandler._collector"),
+)

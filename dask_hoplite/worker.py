@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from distributed import Client, Worker, WorkerPlugin
 from distributed.comm.core import Comm
-from distributed.core import Status, context_meter_to_server_digest, error_message
+from distributed.core import context_meter_to_server_digest, error_message
 from distributed.metrics import context_meter, time
 from distributed.worker import WORKER_ANY_RUNNING
 from distributed.worker_state_machine import (
@@ -25,7 +25,7 @@ from distributed.worker_state_machine import (
 )
 
 import dask_hoplite
-from dask_hoplite import seams, versions
+from dask_hoplite import metrics, seams, versions
 from dask_hoplite.arrivals import Arrivals
 from dask_hoplite.collectives.gatherer import Gatherer
 from dask_hoplite.collectives.reducer import Reducer
@@ -150,11 +150,13 @@ class HopliteWorker(WorkerPlugin):
         self.on_spill.append(self.spilled)
         self.plain_get_client = worker._get_client
         worker._get_client = self.get_client  # type: ignore[method-assign]
+        metrics.WORKERS.install(worker)
 
     async def teardown(self, worker: Worker) -> None:
         """Put everything back."""
         if not self.installed:
             return
+        metrics.WORKERS.uninstall(worker)
         worker.__dict__.pop("gather_dep", None)
         worker.__dict__.pop("_get_client", None)
         worker.stream_handlers["compute-task"] = self.plain_compute_task
@@ -349,8 +351,12 @@ class HopliteWorker(WorkerPlugin):
         return value
 
     def _log_received(self, key: Key, value: Any, incoming: Incoming) -> None:
-        """Feed Dask's transfer logs and bandwidth figures, which its dashboard shows."""
-        if key in self.worker.state.tasks:
+        """Feed Dask's transfer logs and bandwidth figures, which its dashboard shows.
+
+        Once, though several may have waited for it.
+        """
+        if key in self.worker.state.tasks and not incoming.logged:
+            incoming.logged = True
             now, offset = clock.time(), clock.monotonic()
             self.worker._update_metrics_received_data(
                 start=now - (offset - incoming.first_byte),
@@ -391,6 +397,7 @@ class HopliteWorker(WorkerPlugin):
                     raise CancelledPullError(key, "it is made here")
                 if ts is None or ts.state not in FLYING:
                     self.worker.update_data({key: value}, stimulus_id=f"hoplite-{clock.time()}")
+                    self._log_received(key, value, incoming)
                     return
                 # Dask's own fetch has begun meanwhile: it is what puts the object in its place.
                 # It joins this pull, which is kept for that long.
@@ -488,36 +495,51 @@ class HopliteWorker(WorkerPlugin):
         ``early``: it may ask before this worker knows that it will have the object.
         """
         worker = self.worker
-        nbytes = 0
-        if (ts := worker.state.tasks.get(key)) is not None:
-            nbytes = ts.nbytes or 0
+        expected, nbytes = self._size(key), 0
+        how = ""
+
+        def sent(path: str, count: int) -> None:
+            nonlocal how, nbytes
+            how, nbytes = path, count
+
         worker.transfer_outgoing_count += 1
         worker.transfer_outgoing_count_total += 1
-        worker.transfer_outgoing_bytes += nbytes
+        worker.transfer_outgoing_bytes += expected
         start = clock.time()
         try:
             if early:
                 await self.shelf.announced(key, self.stall_timeout)
             with context_meter.meter("network", func=time):
-                answer = await serve(comm, self.shelf, key, offset, identity, affinity, fingerprint)
+                return await serve(
+                    comm, self.shelf, key, offset, identity, affinity, fingerprint, sent
+                )
         finally:
             worker.transfer_outgoing_count -= 1
-            worker.transfer_outgoing_bytes -= nbytes
-        if answer is Status.dont_reply:
-            stop = clock.time()
-            duration = max(0.001, stop - start)
-            worker.transfer_outgoing_bytes_total += nbytes
-            worker.transfer_outgoing_log.append(
-                {
-                    "start": start + worker.scheduler_delay,
-                    "stop": stop + worker.scheduler_delay,
-                    "middle": (start + stop) / 2,
-                    "duration": duration,
-                    "who": receiver,
-                    "keys": {key: nbytes},
-                    "total": nbytes,
-                    "compressed": nbytes,
-                    "bandwidth": nbytes / duration,
-                }
-            )
-        return answer
+            worker.transfer_outgoing_bytes -= expected
+            if how:
+                self.puller.bytes_out[how] += nbytes
+                self._log_sent(key, receiver, start, nbytes)
+
+    def _size(self, key: Key) -> int:
+        """About how many bytes an object has, as far as Dask's worker knows."""
+        ts = self.worker.state.tasks.get(key)
+        return (ts.nbytes or 0) if ts is not None else 0
+
+    def _log_sent(self, key: Key, receiver: str, start: float, nbytes: int) -> None:
+        """Feed Dask's transfer logs: with what was sent, which may be the rest of an object."""
+        worker, stop = self.worker, clock.time()
+        duration = max(0.001, stop - start)
+        worker.transfer_outgoing_bytes_total += nbytes
+        worker.transfer_outgoing_log.append(
+            {
+                "start": start + worker.scheduler_delay,
+                "stop": stop + worker.scheduler_delay,
+                "middle": (start + stop) / 2,
+                "duration": duration,
+                "who": receiver,
+                "keys": {key: nbytes},
+                "total": nbytes,
+                "compressed": nbytes,
+                "bandwidth": nbytes / duration,
+            }
+        )

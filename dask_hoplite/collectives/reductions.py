@@ -25,6 +25,7 @@ from dask_hoplite.core.events import (
     Gone,
     Key,
     Look,
+    Promoted,
     Pushed,
     Ready,
     ReductionEvent,
@@ -79,6 +80,7 @@ class Run:
         self.plan: Reduction
         self.root: str | None = None
         self.error: Any = None
+        self.why = ""  # it has failed
         self.workers: set[str] = set()  # that have been told something
         self.made = False  # and contributors are known
         self.timers: list[asyncio.TimerHandle] = []
@@ -223,7 +225,7 @@ class Reductions:
         elif finish == "memory":
             self._arrived(run, ts)
         elif finish in ("erred", "forgotten"):
-            self._end(run)
+            self._end(run, "failed" if finish == "erred" else "cancelled")
 
     def _root(self, run: Run, worker: str | None) -> None:
         run.root = worker
@@ -233,6 +235,7 @@ class Reductions:
             self._recall(run)
         if run.plan.over and not run.error:  # it was made, but then the root was lost
             self.forget(run)
+            self.hoplite.record.replan(key=run.key, reason="the result was lost")
             self.plan(run)
         else:
             self._later(run, Rooted(run.key, worker))
@@ -248,12 +251,13 @@ class Reductions:
             # From now on, it is known of what Dask would have to make it again.
             if (dts := self.scheduler.tasks.get(operand)) is not None:
                 ts.add_dependency(dts)
-        self._end(run)
+        self._end(run, "finished")
 
-    def _end(self, run: Run) -> None:
+    def _end(self, run: Run, how: str = "cancelled") -> None:
         """Leave nothing behind of a run."""
         if self.runs.pop(run.key, None) is None:
             return
+        self.hoplite.record.end(how, key=run.key, reason=run.why)
         if run.group is not None and run.parked:  # a block is not wanted any more
             run.parked = False
             run.group.dissolve()
@@ -355,7 +359,10 @@ class Reductions:
         if run.parked:
             run.events.append(event)
         elif self.runs.get(run.key) is run:
-            self._perform(run, run.plan.handle(event, monotonic()))
+            told = run.plan.handle(event, monotonic())
+            if any(isinstance(one, Forget) for one in told):
+                self.hoplite.record.replan(key=run.key, reason=_because(event, run.plan))
+            self._perform(run, told)
 
     def _perform(self, run: Run, instructions: Iterable[ReductionInstruction]) -> None:
         for told in instructions:
@@ -469,6 +476,7 @@ class Reductions:
 
     def _fail(self, run: Run, told: Fail) -> None:
         error: Any = told.error
+        run.why = told.reason
         if not error:
             failed = [self.scheduler.tasks.get(key) for key in told.operands]
             erred = [ts for ts in failed if ts is not None and ts.state == "erred"]
@@ -505,6 +513,7 @@ class Reductions:
             late = [key for key in run.operands if key not in run.plan.ready]
             why = f"{len(late)} of {len(run.operands)} operands are not ready: {late}"
             text = f"{run.key!r} was not there within {seconds} s" + (f"; {why}" if late else "")
+            run.why = text
             self.give_up(run, dumps(TimeoutError(text)))
 
     # Results that several workers are to have
@@ -573,6 +582,19 @@ class Reductions:
     def _nbytes(self, key: Key) -> int:
         ts = self.scheduler.tasks.get(key)
         return max(ts.nbytes, 0) if ts is not None else 0
+
+
+def _because(event: ReductionEvent, plan: Reduction) -> str:
+    """Why sums have to be made again."""
+    if isinstance(event, WorkerLeft):
+        return f"{event.worker} left"
+    if isinstance(event, Silent):
+        return f"{event.worker} is silent"
+    if isinstance(event, Rooted):
+        return "the result is made elsewhere"
+    if isinstance(event, Promoted):
+        return "operands are of several item sizes"
+    return plan.reason
 
 
 def holder(key: Key) -> str:
