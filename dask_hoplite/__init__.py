@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from distributed import Scheduler
+import logging
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-from dask_hoplite.api import broadcast, gather, scatter, status, transfers
-from dask_hoplite.collectives.api import (
-    allgather,
-    allreduce,
-    contributors,
-    reduce,
-    reduce_scatter,
-)
-from dask_hoplite.collectives.operands import OperandError
+from dask_hoplite import seams, versions
 from dask_hoplite.exceptions import (
     EnsembleError,
     HopliteError,
@@ -25,9 +18,31 @@ from dask_hoplite.exceptions import (
     ReportError,
     TransferError,
 )
-from dask_hoplite.progress import progress
-from dask_hoplite.report import report
-from dask_hoplite.scheduler import Hoplite
+
+if TYPE_CHECKING or versions.check(seams.PACKAGE) is None:
+    from dask_hoplite.api import broadcast, gather, scatter, status, transfers
+    from dask_hoplite.collectives.api import (
+        allgather,
+        allreduce,
+        contributors,
+        reduce,
+        reduce_scatter,
+    )
+    from dask_hoplite.collectives.operands import OperandError
+    from dask_hoplite.progress import progress
+    from dask_hoplite.report import report
+    from dask_hoplite.scheduler import Hoplite
+else:  # the rest of this package cannot be imported
+    from dask_hoplite.aside import Aside as Hoplite
+    from dask_hoplite.aside import refuse
+
+    def __getattr__(name: str) -> Any:
+        if name in __all__:
+            return refuse(name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+logger = logging.getLogger(__name__)
 
 __all__ = [
     "EnsembleError",
@@ -55,7 +70,15 @@ __all__ = [
 ]
 
 
-async def dask_setup(scheduler: Scheduler) -> None:
+async def dask_setup(server: Any) -> None:
     """Install on a scheduler: what ``dask scheduler --preload dask_hoplite`` calls."""
-    if isinstance(scheduler, Scheduler):
-        scheduler.add_plugin(Hoplite(), idempotent=True)
+    from distributed import Scheduler
+
+    if isinstance(server, Scheduler):
+        server.add_plugin(Hoplite(), idempotent=True)
+    else:
+        logger.warning(
+            "dask_hoplite is a preload of the scheduler (dask scheduler --preload dask_hoplite), "
+            "which installs it on workers too; on a %s it does nothing",
+            type(server).__name__.lower(),
+        )

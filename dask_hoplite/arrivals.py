@@ -151,6 +151,7 @@ class Arrivals:
                 affinity,
                 begin,
                 self.timeout,
+                self.puller.bytes_in,
             )
             assert buffer is not None
             stop = clock.monotonic()

@@ -15,14 +15,15 @@ from distributed import Client, Future
 from distributed.client import FutureCancelledError, no_default
 
 import dask_hoplite
-from dask_hoplite import sizes
+from dask_hoplite import seams, sizes, versions
+from dask_hoplite.aside import NAME
 from dask_hoplite.config import setting
 from dask_hoplite.contents import Contents
 from dask_hoplite.core.events import Key
 from dask_hoplite.entry import enter, lay_out
 from dask_hoplite.exceptions import NotInstalledError
 from dask_hoplite.fetch import Asking, Fetch
-from dask_hoplite.scheduler import NAME, Hoplite
+from dask_hoplite.scheduler import Hoplite
 from dask_hoplite.transfer.buffer import Buffer
 from dask_hoplite.transfer.push import push
 from dask_hoplite.transfer.relay import Connections, Relay
@@ -58,7 +59,8 @@ async def extension(client: Client) -> ClientExtension:
     Raises
     ------
     NotInstalledError
-        If the scheduler has no Hoplite, or one of another version.
+        If the scheduler has no Hoplite, or one of another version, or this client's Dask is not as
+        it is known.
     """
     known = _extensions.get(client)
     if known is not None and known.installed:
@@ -68,11 +70,17 @@ async def extension(client: Client) -> ClientExtension:
         raise NotInstalledError(
             "the scheduler has no Hoplite: call client.register_plugin(Hoplite()) first"
         )
-    if hello["version"] != dask_hoplite.__version__:
-        raise NotInstalledError(
-            f"the scheduler has dask-hoplite {hello['version']}, "
-            f"this client {dask_hoplite.__version__}"
-        )
+    if reason := hello.get("refused"):
+        raise NotInstalledError(f"the scheduler has no Hoplite: {reason}")
+    own = dask_hoplite.__version__
+    others = {"the scheduler": hello["version"], **hello["workers"]}
+    differing = versions.differing({**others, "this client": own})
+    if hello["version"] != own:
+        raise NotInstalledError(differing)
+    if differing:
+        warnings.warn(differing, stacklevel=2)
+    if reason := versions.check(seams.CLIENT, client):
+        raise NotInstalledError(reason)
     return install(client, hello["min_size"], hello["stall_timeout"], hello["push_timeout"])
 
 

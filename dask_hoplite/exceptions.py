@@ -11,7 +11,7 @@ class HopliteError(Exception):
 
 
 class NotInstalledError(HopliteError):
-    """The cluster has no Hoplite, or one of another version."""
+    """The cluster has no Hoplite, or one of another version, or Hoplite has stepped aside."""
 
 
 class TransferError(HopliteError):

@@ -8,7 +8,8 @@ import sys
 from collections.abc import Callable, Collection, Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import replace
-from time import monotonic, time
+from functools import partial
+from time import monotonic, perf_counter, time
 from typing import Any
 
 from dask.utils import format_bytes
@@ -24,7 +25,8 @@ from distributed.protocol.pickle import dumps
 from distributed.scheduler import TaskState, WorkerState
 
 import dask_hoplite
-from dask_hoplite import dashboard, lost_object
+from dask_hoplite import dashboard, lost_object, metrics, seams, versions
+from dask_hoplite.aside import NAME, Aside
 from dask_hoplite.collectives.reductions import Reductions
 from dask_hoplite.collectives.starting import ANNOTATION
 from dask_hoplite.config import Config
@@ -40,10 +42,12 @@ from dask_hoplite.core.events import (
     WorkerLeft,
 )
 from dask_hoplite.core.instructions import Cancel, Instruction
+from dask_hoplite.core.record import Record
 from dask_hoplite.core.wishes import Wishes
 from dask_hoplite.exceptions import ObjectLostError
 from dask_hoplite.inquiries import Inquiries
 from dask_hoplite.messages import decode, encode
+from dask_hoplite.peers import Peers
 from dask_hoplite.presence import Presence
 from dask_hoplite.puts import Puts
 from dask_hoplite.settled import settle
@@ -53,8 +57,6 @@ from dask_hoplite.transfer.serve import NoReply
 from dask_hoplite.worker import TOPIC, HopliteWorker
 
 logger = logging.getLogger(__name__)
-
-NAME = "hoplite"
 
 
 class Hoplite(SchedulerPlugin):
@@ -115,6 +117,9 @@ class Hoplite(SchedulerPlugin):
         if installing is not None:  # another client is doing so at this very moment
             await installing.ready.wait()
             return
+        if reason := versions.check(seams.SCHEDULER, scheduler):
+            self._step_aside(scheduler, reason)
+            return
         scheduler.extensions[NAME] = self
         self.ready = asyncio.Event()
         self.scheduler = scheduler
@@ -128,6 +133,8 @@ class Hoplite(SchedulerPlugin):
         self.reductions = Reductions(self, scheduler)
         self.presence = Presence(scheduler)
         self.inquiries = Inquiries(self, scheduler)
+        self.peers = Peers()
+        self.record = Record(partial(scheduler.log_event, NAME))
         self._reset()
         for address in scheduler.workers:
             self.add_worker(scheduler, address)
@@ -140,15 +147,24 @@ class Hoplite(SchedulerPlugin):
         await scheduler.register_worker_plugin(None, dumps(plugin), name=NAME, idempotent=True)
         self.ready.set()
 
+    def _step_aside(self, scheduler: Scheduler, reason: str) -> None:
+        """Leave everything to Dask, and say why."""
+        self.__class__ = Aside  # type: ignore[assignment]  # for Dask calls the hooks of whatever was registered
+        Aside.stand(self, scheduler, reason)  # type: ignore[arg-type]
+
     def _reset(self) -> None:
         self.directory = Directory(
-            self.holders, stall_timeout=self.config.stall_timeout, history=self.config.history
+            self.holders,
+            stall_timeout=self.config.stall_timeout,
+            history=self.config.history,
+            record=self.record,
         )
 
     def _install(self) -> None:
         scheduler, copies, puts = self.scheduler, self.copies, self.puts
         self.added: dict[str, Callable[..., Any]] = {
             "hoplite_hello": self.hello,
+            "hoplite_meet": self.meet,
             "hoplite_tell": self.tell,
             "hoplite_place": puts.place,
             "hoplite_commit": puts.commit,
@@ -189,6 +205,7 @@ class Hoplite(SchedulerPlugin):
         self.plain_status_change = scheduler.stream_handlers["worker-status-change"]
         scheduler.stream_handlers["worker-status-change"] = self.worker_status_change
         lost_object.install(scheduler, self.lost)
+        metrics.SCHEDULERS.install(scheduler)
         self._replace_policies(
             ReduceReplicas, lambda policy: KeepWishedReplicas(policy, self.wishes)
         )
@@ -207,6 +224,7 @@ class Hoplite(SchedulerPlugin):
             scheduler.handlers.pop(name, None)
         lost_object.uninstall(scheduler)
         dashboard.uninstall(scheduler)
+        metrics.SCHEDULERS.uninstall(scheduler)
         self._replace_policies(KeepWishedReplicas, lambda policy: policy.policy)
         self.reductions.close()
         self.presence.change()  # nobody waits for more
@@ -241,6 +259,7 @@ class Hoplite(SchedulerPlugin):
 
     async def close(self) -> None:
         """Stop what is under way, with the scheduler."""
+        metrics.SCHEDULERS.uninstall(self.scheduler)
         for task in self.tasks:
             task.cancel()
 
@@ -265,6 +284,7 @@ class Hoplite(SchedulerPlugin):
         """Count a worker out. Those that it fed are told when they next ask."""
         self.handle(WorkerLeft(worker))
         self.presence.change()
+        self.peers.left(worker)
         self.reductions.worker_left(worker)
 
     def valid_workers_downscaling(
@@ -334,7 +354,10 @@ class Hoplite(SchedulerPlugin):
 
     def handle(self, event: Event) -> list[Instruction]:
         """Let the core decide."""
-        return self.directory.handle(event, monotonic())
+        begun = perf_counter()
+        instructions = self.directory.handle(event, monotonic())
+        self.record.decided(perf_counter() - begun)
+        return instructions
 
     async def tell(self, event: dict[str, Any]) -> dict[str, Any] | None:
         """A worker tells of an event; the answer is what it is to do, if anything."""
@@ -364,6 +387,7 @@ class Hoplite(SchedulerPlugin):
         where = self.losses.pop(ts.key, {})
         if ts.nbytes < self.config.min_size:
             return None
+        self.record.lose(key=ts.key, nbytes=ts.nbytes, holders=where)
         reason = f"the last copy of these {format_bytes(ts.nbytes)} is lost"
         return ObjectLostError(ts.key, f"{reason}, and it was scattered, not computed", where)
 
@@ -443,12 +467,24 @@ class Hoplite(SchedulerPlugin):
         waiting = len(ts.waiters or ()) if ts is not None else 1
         return max(self.copies.planned.get(key, 0), min(waiting, len(self.scheduler.workers)))
 
+    # Who takes part
+
+    async def meet(self, worker: str, version: str, refused: str | None) -> None:
+        """A worker has its half, or says why it cannot. What one cannot, none should."""
+        if refused is None:
+            self.peers.tell(worker, version)
+        elif self.scheduler.extensions.get(NAME) is self:
+            self._uninstall()
+            self.scheduler._ongoing_background_tasks.call_soon(self._leave_workers)
+            self._step_aside(self.scheduler, f"on {worker}, {refused}")
+
     # What clients ask
 
     async def hello(self) -> dict[str, Any]:
         """What a client must know to take part."""
         return {
             "version": dask_hoplite.__version__,
+            "workers": self.peers.versions,
             "min_size": self.config.min_size,
             "stall_timeout": self.config.stall_timeout,
             "push_timeout": self.config.push_timeout,

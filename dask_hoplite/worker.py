@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from distributed import Client, Worker, WorkerPlugin
 from distributed.comm.core import Comm
-from distributed.core import Status, context_meter_to_server_digest, error_message
+from distributed.core import context_meter_to_server_digest, error_message
 from distributed.metrics import context_meter, time
 from distributed.worker import WORKER_ANY_RUNNING
 from distributed.worker_state_machine import (
@@ -24,7 +24,8 @@ from distributed.worker_state_machine import (
     StateMachineEvent,
 )
 
-from dask_hoplite import sizes
+import dask_hoplite
+from dask_hoplite import metrics, seams, sizes, versions
 from dask_hoplite.arrivals import Arrivals
 from dask_hoplite.collectives.gatherer import Gatherer
 from dask_hoplite.collectives.reducer import Reducer
@@ -42,8 +43,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: Dask's event log has what workers report to the directory under this topic.
-TOPIC = "hoplite"
+#: Dask's event log has what workers report to the directory under this topic. What people may want
+#: to read is under another one.
+TOPIC = "hoplite-workers"
 
 #: States of a task that Dask is fetching, in its worker's state machine
 FLYING = ("flight", "resumed", "cancelled")
@@ -85,9 +87,21 @@ class HopliteWorker(WorkerPlugin):
 
     # Installation
 
-    def setup(self, worker: Worker) -> None:
-        """Replace what fetches, and add what serves."""
+    async def setup(self, worker: Worker) -> None:
+        """Replace what fetches, and add what serves, if this worker's Dask is as it is known."""
         self.worker = worker
+        refused = versions.check(seams.WORKER, worker)
+        if refused is None:
+            self._install(worker)
+        self.installed = refused is None
+        if refused is not None:
+            logger.warning(refused)
+        with suppress(OSError):  # who has lost the scheduler has other things to do
+            await worker.scheduler.hoplite_meet(
+                worker=worker.contact_address, version=dask_hoplite.__version__, refused=refused
+            )
+
+    def _install(self, worker: Worker) -> None:
         sizes.install(self)
         assert worker.contact_address is not None
         self.address = worker.contact_address
@@ -137,9 +151,13 @@ class HopliteWorker(WorkerPlugin):
         self.on_spill.append(self.spilled)
         self.plain_get_client = worker._get_client
         worker._get_client = self.get_client  # type: ignore[method-assign]
+        metrics.WORKERS.install(worker)
 
     async def teardown(self, worker: Worker) -> None:
         """Put everything back."""
+        if not self.installed:
+            return
+        metrics.WORKERS.uninstall(worker)
         sizes.uninstall(self)
         worker.__dict__.pop("gather_dep", None)
         worker.__dict__.pop("_get_client", None)
@@ -164,6 +182,8 @@ class HopliteWorker(WorkerPlugin):
 
     def transition(self, key: Key, start: str, finish: str, **kwargs: Any) -> None:
         """Let go of what Dask has no use for any more."""
+        if not self.installed:
+            return
         if key in self.landing and start in FLYING and finish not in FLYING:
             self.landing.pop(key).set_result(None)
         if start == "memory":
@@ -211,7 +231,7 @@ class HopliteWorker(WorkerPlugin):
     def compute_task(self, *, annotations: dict[str, Any], **message: Any) -> None:
         """In place of Dask's handler: a task may come with a source for its large dependency, or be
         a reduction, which only waits."""
-        decided = annotations.pop(TOPIC, None)
+        decided = annotations.pop(self.name, None)
         waits = annotations.pop(ANNOTATION, False)
         self.plain_compute_task(annotations=annotations, **message)
         if waits:
@@ -333,8 +353,12 @@ class HopliteWorker(WorkerPlugin):
         return value
 
     def _log_received(self, key: Key, value: Any, incoming: Incoming) -> None:
-        """Feed Dask's transfer logs and bandwidth figures, which its dashboard shows."""
-        if key in self.worker.state.tasks:
+        """Feed Dask's transfer logs and bandwidth figures, which its dashboard shows.
+
+        Once, though several may have waited for it.
+        """
+        if key in self.worker.state.tasks and not incoming.logged:
+            incoming.logged = True
             now, offset = clock.time(), clock.monotonic()
             self.worker._update_metrics_received_data(
                 start=now - (offset - incoming.first_byte),
@@ -375,6 +399,7 @@ class HopliteWorker(WorkerPlugin):
                     raise CancelledPullError(key, "it is made here")
                 if ts is None or ts.state not in FLYING:
                     self.worker.update_data({key: value}, stimulus_id=f"hoplite-{clock.time()}")
+                    self._log_received(key, value, incoming)
                     return
                 # Dask's own fetch has begun meanwhile: it is what puts the object in its place.
                 # It joins this pull, which is kept for that long.
@@ -472,36 +497,51 @@ class HopliteWorker(WorkerPlugin):
         ``early``: it may ask before this worker knows that it will have the object.
         """
         worker = self.worker
-        nbytes = 0
-        if (ts := worker.state.tasks.get(key)) is not None:
-            nbytes = ts.nbytes or 0
+        expected, nbytes = self._size(key), 0
+        how = ""
+
+        def sent(path: str, count: int) -> None:
+            nonlocal how, nbytes
+            how, nbytes = path, count
+
         worker.transfer_outgoing_count += 1
         worker.transfer_outgoing_count_total += 1
-        worker.transfer_outgoing_bytes += nbytes
+        worker.transfer_outgoing_bytes += expected
         start = clock.time()
         try:
             if early:
                 await self.shelf.announced(key, self.stall_timeout)
             with context_meter.meter("network", func=time):
-                answer = await serve(comm, self.shelf, key, offset, identity, affinity, fingerprint)
+                return await serve(
+                    comm, self.shelf, key, offset, identity, affinity, fingerprint, sent
+                )
         finally:
             worker.transfer_outgoing_count -= 1
-            worker.transfer_outgoing_bytes -= nbytes
-        if answer is Status.dont_reply:
-            stop = clock.time()
-            duration = max(0.001, stop - start)
-            worker.transfer_outgoing_bytes_total += nbytes
-            worker.transfer_outgoing_log.append(
-                {
-                    "start": start + worker.scheduler_delay,
-                    "stop": stop + worker.scheduler_delay,
-                    "middle": (start + stop) / 2,
-                    "duration": duration,
-                    "who": receiver,
-                    "keys": {key: nbytes},
-                    "total": nbytes,
-                    "compressed": nbytes,
-                    "bandwidth": nbytes / duration,
-                }
-            )
-        return answer
+            worker.transfer_outgoing_bytes -= expected
+            if how:
+                self.puller.bytes_out[how] += nbytes
+                self._log_sent(key, receiver, start, nbytes)
+
+    def _size(self, key: Key) -> int:
+        """About how many bytes an object has, as far as Dask's worker knows."""
+        ts = self.worker.state.tasks.get(key)
+        return (ts.nbytes or 0) if ts is not None else 0
+
+    def _log_sent(self, key: Key, receiver: str, start: float, nbytes: int) -> None:
+        """Feed Dask's transfer logs: with what was sent, which may be the rest of an object."""
+        worker, stop = self.worker, clock.time()
+        duration = max(0.001, stop - start)
+        worker.transfer_outgoing_bytes_total += nbytes
+        worker.transfer_outgoing_log.append(
+            {
+                "start": start + worker.scheduler_delay,
+                "stop": stop + worker.scheduler_delay,
+                "middle": (start + stop) / 2,
+                "duration": duration,
+                "who": receiver,
+                "keys": {key: nbytes},
+                "total": nbytes,
+                "compressed": nbytes,
+                "bandwidth": nbytes / duration,
+            }
+        )

@@ -159,7 +159,7 @@ async def test_another_version_on_the_scheduler(c, s, *workers):
 
     s.handlers["hoplite_hello"] = other
     async with Client(s.address, asynchronous=True) as late:
-        with pytest.warns(UserWarning, match=r"dask-hoplite 99\.0"):
+        with pytest.warns(UserWarning, match=r"the scheduler has 99\.0"):
             await late.register_plugin(Hoplite())
         x = await late.scatter(array(), broadcast=True)
         assert np.array_equal(await x, array())

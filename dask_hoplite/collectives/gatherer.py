@@ -151,6 +151,7 @@ class Gatherer:
                 hops=len(members),
                 early=True,
                 share=False,
+                counts=self.puller.bytes_in,
             )
             try:
                 await patiently(taking, lambda: coming.received, 2 * self.stall_timeout)

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 async def result_of(key: Key) -> Any:
     """What a reduction's task runs: it waits, without a thread or a slot, for its result."""
     plugin = get_worker().plugins.get("hoplite")
-    if plugin is None:
+    if plugin is None or not plugin.installed:  # type: ignore[attr-defined]
         raise NotInstalledError("Hoplite is not on this worker any more")
     return await plugin.reducer.wait(key)  # type: ignore[attr-defined]
 

@@ -26,6 +26,7 @@ from dask_hoplite.core.events import (
     Gone,
     Key,
     Look,
+    Promoted,
     Pushed,
     Ready,
     ReductionEvent,
@@ -80,6 +81,7 @@ class Run:
         self.plan: Reduction
         self.root: str | None = None
         self.error: Any = None
+        self.why = ""  # it has failed
         self.workers: set[str] = set()  # that have been told something
         self.made = False  # and contributors are known
         self.timers: list[asyncio.TimerHandle] = []
@@ -236,6 +238,7 @@ class Reductions:
             self._recall(run)
         if run.plan.over and not run.error:  # it was made, but then the root was lost
             self.forget(run)
+            self.hoplite.record.replan(key=run.key, reason="the result was lost")
             self.plan(run)
         else:
             self._later(run, Rooted(run.key, worker))
@@ -253,10 +256,11 @@ class Reductions:
                 ts.add_dependency(dts)
         self._end(run, "finished")
 
-    def _end(self, run: Run, status: str = "given up") -> None:
+    def _end(self, run: Run, status: str = "released") -> None:
         """Leave nothing behind of a run, but what people may want to know of it."""
         if self.runs.pop(run.key, None) is None:
             return
+        self.hoplite.record.end(status, key=run.key, reason=run.why)
         self.ended.append(run.account.row(status, len(self.contributors.get(run.key, ()))))
         if run.group is not None and run.parked:  # a block is not wanted any more
             run.parked = False
@@ -360,7 +364,10 @@ class Reductions:
         if run.parked:
             run.events.append(event)
         elif self.runs.get(run.key) is run:
-            self._perform(run, run.plan.handle(event, monotonic()))
+            told = run.plan.handle(event, monotonic())
+            if any(isinstance(one, Forget) for one in told):
+                self.hoplite.record.replan(key=run.key, reason=_because(event, run.plan))
+            self._perform(run, told)
 
     def _perform(self, run: Run, instructions: Iterable[ReductionInstruction]) -> None:
         for told in instructions:
@@ -476,6 +483,7 @@ class Reductions:
 
     def _fail(self, run: Run, told: Fail) -> None:
         error: Any = told.error
+        run.why = told.reason
         if not error:
             failed = [self.scheduler.tasks.get(key) for key in told.operands]
             erred = [ts for ts in failed if ts is not None and ts.state == "erred"]
@@ -512,6 +520,7 @@ class Reductions:
             late = [key for key in run.operands if key not in run.plan.ready]
             why = f"{len(late)} of {len(run.operands)} operands are not ready: {late}"
             text = f"{run.key!r} was not there within {seconds} s" + (f"; {why}" if late else "")
+            run.why = text
             self.give_up(run, dumps(TimeoutError(text)))
 
     # Results that several workers are to have
@@ -587,6 +596,19 @@ class Reductions:
     def _nbytes(self, key: Key) -> int:
         ts = self.scheduler.tasks.get(key)
         return max(ts.nbytes, 0) if ts is not None else 0
+
+
+def _because(event: ReductionEvent, plan: Reduction) -> str:
+    """Why sums have to be made again."""
+    if isinstance(event, WorkerLeft):
+        return f"{event.worker} left"
+    if isinstance(event, Silent):
+        return f"{event.worker} is silent"
+    if isinstance(event, Rooted):
+        return "the result is made elsewhere"
+    if isinstance(event, Promoted):
+        return "operands are of several item sizes"
+    return plan.reason
 
 
 def holder(key: Key) -> str:

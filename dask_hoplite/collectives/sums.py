@@ -487,6 +487,7 @@ class Sum:
                     hops=self.told.hops,
                     early=True,
                     share=self.terms.shares_host,
+                    counts=self.reducer.puller.bytes_in,
                 )
                 return
             except OSError as error:

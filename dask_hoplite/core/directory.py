@@ -31,6 +31,7 @@ from dask_hoplite.core.events import (
     WorkerLeft,
 )
 from dask_hoplite.core.instructions import Cancel, Instruction, NoSource, Pull, Wait
+from dask_hoplite.core.record import Record
 from dask_hoplite.core.tree import Choice, Transfer, Tree
 from dask_hoplite.core.watch import FAIR, WINDOWS
 
@@ -63,6 +64,8 @@ class Directory:
         long is taken to be frozen or cut off.
     history : int
         How many ended transfers to remember for :meth:`log`.
+    record : Record, optional
+        Where to count, beyond what is remembered.
 
     Notes
     -----
@@ -79,6 +82,7 @@ class Directory:
         cost: CostModel | None = None,
         stall_timeout: float = 1.5,
         history: int = 10_000,
+        record: Record | None = None,
     ):
         self.holders = holders
         self.cost = cost or CostModel()
@@ -89,6 +93,7 @@ class Directory:
         self.crowds: Counter[str] = Counter()  # workers on each host
         self.trees: dict[Key, Tree] = {}
         self.epoch = 0
+        self.record = record or Record()
         self.ended: deque[dict[str, Any]] = deque(maxlen=history)
         self.bytes_in: Counter[str] = Counter()
         self.bytes_out: Counter[str] = Counter()
@@ -141,12 +146,12 @@ class Directory:
             tree.landed.pop(event.worker, None)
             for orphan in tree.orphans(event.worker):
                 orphan.tried[event.worker] = "left the cluster"
-                orphan.before = (orphan.epoch, self._note(orphan, "source left"))
+                orphan.before = (orphan.epoch, self._note(orphan, "source left", "source_left"))
                 tree.disconnect(orphan)
                 orphans.append((tree, orphan))
             gone = tree.transfers.get(event.worker)
             if gone is not None:
-                self._end(tree, gone, "receiver left")
+                self._end(tree, gone, "receiver left", "receiver_left")
             self._tidy(tree)
         if (host := self.hosts.pop(event.worker, None)) is not None:
             self.crowds[host] -= 1
@@ -218,13 +223,13 @@ class Directory:
             tree.unslow(passed)
             why = f"to pass {passed.receiver} did not help"
             if tree.may_feed(passed.receiver, transfer):
-                self._note(transfer, why)
+                self._note(transfer, why, "source_busy")
                 return [self._connect(tree, transfer, Choice(passed.receiver, passed.depth, why))]
             return self._stay(transfer, why)
         if tree.crowded(transfer) or tree.in_the_way(transfer, self.now - self._due):
             choice = self._choose(tree, transfer, without={source}, free=True)
             if choice is not None:
-                self._note(transfer, "left a source that feeds others")
+                self._note(transfer, "left a source that feeds others", "source_busy")
                 return [self._connect(tree, transfer, choice)]
         if self.now < tree.next_trial:
             return self._stay(transfer, "to pass those who are slow has just not helped")
@@ -252,7 +257,7 @@ class Directory:
         choice = self._choose(tree, transfer, without=slower, free=True)
         if choice is None:
             return self._stay(transfer, f"{source} is slow, but all others are busy")
-        self._note(transfer, "its source is slow")
+        self._note(transfer, "its source is slow", "source_slow")
         choice.reason = f"{choice.reason}, past {source}, which is slow"
         pull = self._connect(tree, transfer, choice)
         transfer.passed = peer
@@ -335,7 +340,7 @@ class Directory:
         if alone and self.now - transfer.moved < patience:
             # It may be computing, serialising, or reading from its disk.
             return self._stay(transfer, f"{source} {why}, but there is no other source")
-        return self._replace_source(tree, transfer, why)
+        return self._replace_source(tree, transfer, why, "source_silent")
 
     @_handle.register
     def _source_failed(self, event: SourceFailed) -> list[Instruction]:
@@ -346,8 +351,8 @@ class Directory:
         tree = self.trees[event.key]
         peer = tree.transfers.get(transfer.source or "")
         if peer is not None and peer.ahead:
-            self._end(tree, peer, "did not begin")  # or others would be sent to it too
-        return self._replace_source(tree, transfer, event.reason)
+            self._end(tree, peer, "did not begin", "abandoned")  # or others would be sent to it too
+        return self._replace_source(tree, transfer, event.reason, "source_failed")
 
     @_handle.register
     def _finished(self, event: Finished) -> list[Instruction]:
@@ -367,7 +372,7 @@ class Directory:
         self._advance(transfer, tree.nbytes)
         self.shunned.pop((event.receiver, transfer.source or ""), None)
         transfer.path = event.path
-        self._note(transfer, "finished")
+        self._note(transfer, "finished", "finished")
         tree.land(transfer, self.now)
         self._tidy(tree)
         return []
@@ -377,14 +382,14 @@ class Directory:
         transfer = self._concerned(event)
         if transfer is not None:
             self._advance(transfer, event.received)
-            self._end(self.trees[event.key], transfer, event.reason)
+            self._end(self.trees[event.key], transfer, event.reason, "abandoned")
         return []
 
     @_handle.register
     def _declined(self, event: Declined) -> list[Instruction]:
         transfer = self._present(event)
         if transfer is not None:
-            self._end(self.trees[event.key], transfer, "declined")
+            self._end(self.trees[event.key], transfer, "declined", "declined")
         return []
 
     @_handle.register
@@ -395,7 +400,7 @@ class Directory:
             return []
         instructions: list[Instruction] = []
         for transfer in tree.transfers.values():
-            self._note(transfer, "released")
+            self._note(transfer, "released", "released")
             reason = "the object was released"
             instructions.append(Cancel(event.key, transfer.receiver, transfer.epoch, reason))
         return instructions
@@ -405,7 +410,7 @@ class Directory:
     def _decide(self, tree: Tree, transfer: Transfer) -> list[Instruction]:
         """Find a source for a receiver that has none, or has asked for one again."""
         if transfer.source is not None:
-            self._note(transfer, "asked again")
+            self._note(transfer, "asked again", "asked_again")
             tree.disconnect(transfer)
         choice = self._choose(tree, transfer)
         if choice is not None:
@@ -415,7 +420,9 @@ class Directory:
     def _no_source(self, tree: Tree, transfer: Transfer) -> list[Instruction]:
         tried = dict(transfer.tried)
         reason = "every source failed" if tried else "no worker holds it"
-        self._end(tree, transfer, reason)
+        self._end(tree, transfer, reason, "no_source")
+        if tried:
+            self.record.fail(key=tree.key, receiver=transfer.receiver, reason=reason, tried=tried)
         return [NoSource(tree.key, transfer.receiver, tried, reason)]
 
     def _choose(
@@ -447,7 +454,9 @@ class Directory:
                 del self.shunned[pair]
         return [source for one, source in self.shunned if one == receiver]
 
-    def _replace_source(self, tree: Tree, transfer: Transfer, why: str) -> list[Instruction]:
+    def _replace_source(
+        self, tree: Tree, transfer: Transfer, why: str, outcome: str
+    ) -> list[Instruction]:
         source = transfer.source
         if source is not None:
             if source in self.hosts and transfer.received == transfer.resumed_from:
@@ -455,11 +464,13 @@ class Directory:
                 self.shunned[transfer.receiver, source] = self.now + SHUN * self.stall_timeout
             transfer.tried[source] = why
             tree.landed.pop(source, None)
-            self._note(transfer, why)
+            self._note(transfer, why, outcome)
             tree.disconnect(transfer)
         return self._decide(tree, transfer)
 
     def _connect(self, tree: Tree, transfer: Transfer, choice: Choice) -> Pull:
+        if transfer.former not in ("", choice.source):
+            self._reparented(transfer, choice)
         self.epoch += 1
         transfer.start = transfer.heard = self.now
         if transfer.epoch:
@@ -470,6 +481,18 @@ class Directory:
         pull = self._pull(transfer)
         transfer.due = math.inf if pull.rate == 0 else self.now + self._due
         return pull
+
+    def _reparented(self, transfer: Transfer, choice: Choice) -> None:
+        self.record.reparent(
+            transfer.parted,
+            transfer.received,
+            key=transfer.key,
+            nbytes=transfer.nbytes,
+            receiver=transfer.receiver,
+            former=transfer.former,
+            source=choice.source,
+            reason=choice.reason,
+        )
 
     def _pull(self, transfer: Transfer) -> Pull:
         assert transfer.source is not None
@@ -499,15 +522,15 @@ class Directory:
     def _begin(self, tree: Tree, receiver: str) -> Transfer:
         known = tree.remove(receiver)
         if known is not None:
-            self._note(known, "begun anew")
+            self._note(known, "begun anew", "begun_anew")
         transfer = Transfer(tree.key, receiver, tree.nbytes, since=self.epoch)
         transfer.start = transfer.heard = transfer.moved = self.now
         tree.landed.pop(receiver, None)
         tree.add(transfer)
         return transfer
 
-    def _end(self, tree: Tree, transfer: Transfer, status: str) -> None:
-        self._note(transfer, status)
+    def _end(self, tree: Tree, transfer: Transfer, status: str, outcome: str) -> None:
+        self._note(transfer, status, outcome)
         tree.remove(transfer.receiver)
         self._tidy(tree)
 
@@ -588,10 +611,15 @@ class Directory:
             transfer.moved = self.trees[transfer.key].moved = self.now
         if gained > 0 and source is not None:
             self.bytes_in[transfer.receiver] += gained
+            self.record.received += gained
             if source in self.hosts:
                 self.bytes_out[source] += gained
 
-    def _note(self, transfer: Transfer, status: str) -> dict[str, Any]:
+    def _note(self, transfer: Transfer, status: str, outcome: str) -> dict[str, Any]:
+        """Remember that a receiver takes no longer from its source."""
+        self.record.outcomes[outcome] += 1
+        if transfer.source is not None:
+            transfer.former, transfer.parted = transfer.source, outcome
         row = self._row(transfer, status, self.now)
         self.ended.append(row)
         return row

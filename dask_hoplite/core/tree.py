@@ -20,6 +20,8 @@ class Transfer:
     receiver: str
     nbytes: int
     source: str | None = None
+    former: str = ""  #: the source before
+    parted: str = ""  #: and how that one ended
     epoch: int = 0
     depth: int = 0
     reason: str = ""

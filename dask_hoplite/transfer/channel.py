@@ -10,6 +10,9 @@ transports, whose streams we do not have, bytes go in messages.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from distributed.comm.core import Comm, CommClosedError
 from distributed.comm.tcp import TCP, TLS, convert_stream_closed_error
@@ -34,23 +37,44 @@ def by_pump(comm: Comm) -> bool:
     return isinstance(comm, TCP) and not isinstance(comm, TLS)
 
 
-async def send(comm: Comm, buffer: Buffer, offset: int) -> None:
+def _ignore(nbytes: int) -> None:
+    """Nobody wants to know how many bytes were sent."""
+
+
+async def send(
+    comm: Comm, buffer: Buffer, offset: int, sent: Callable[[int], None] = _ignore
+) -> None:
     """Send all bytes from ``offset`` on, as they become available.
+
+    Parameters
+    ----------
+    comm : Comm
+        Where they go.
+    buffer : Buffer
+        Where they come from.
+    offset : int
+        The first one.
+    sent : callable
+        Is told, in the end, how many went, in whole blocks.
 
     Raises
     ------
     OSError
         If the connection breaks. It is unusable after any error, and closed.
     """
+    wire = Wire(buffer)
+    position = first = wire.position(offset)
     try:
         if by_pump(comm):
             stream = _stream(comm)  # type: ignore[arg-type]
             await stream.write(b"")  # what is still in its buffer, first
             if offset < buffer.nbytes:
-                await _pumped(stream, Send(stream.socket, buffer, offset))
+                move = Send(stream.socket, buffer, offset)
+                try:
+                    await _pumped(stream, move)
+                finally:
+                    position = move.position
             return
-        wire = Wire(buffer)
-        position = wire.position(offset)
         while position < wire.nbytes:
             block = min(wire.offset(position) + wire.block, buffer.nbytes)
             have = wire.position(await buffer.beyond(block - 1))
@@ -66,6 +90,8 @@ async def send(comm: Comm, buffer: Buffer, offset: int) -> None:
     except BaseException:
         comm.abort()
         raise
+    finally:
+        sent(wire.offset(position) - wire.offset(first))
 
 
 async def receive(comm: Comm, buffer: Buffer, hops: int = 1) -> None:
@@ -98,6 +124,17 @@ async def receive(comm: Comm, buffer: Buffer, hops: int = 1) -> None:
     except BaseException:
         comm.abort()
         raise
+
+
+@contextmanager
+def counted(counts: Counter[str] | None, how: str, buffer: Buffer) -> Iterator[None]:
+    """Count the bytes that come into a buffer within the block."""
+    before = buffer.received
+    try:
+        yield
+    finally:
+        if counts is not None:
+            counts[how] += buffer.received - before
 
 
 async def _receive_stream(comm: TCP, buffer: Buffer) -> None:
@@ -150,8 +187,13 @@ async def _pumped(stream: IOStream, move: Move) -> None:
             stream.set_close_callback(told)
 
 
-async def send_marks(comm: Comm, buffer: Buffer) -> None:
+async def send_marks(comm: Comm, buffer: Buffer, sent: Callable[[int], None] = _ignore) -> None:
     """Tell how many bytes there are of a buffer that the receiver sees itself.
+
+    Parameters
+    ----------
+    comm, buffer, sent
+        As for :func:`send`.
 
     Raises
     ------
@@ -167,6 +209,8 @@ async def send_marks(comm: Comm, buffer: Buffer) -> None:
     except BaseException:
         comm.abort()
         raise
+    finally:
+        sent(told)
 
 
 async def receive_marks(comm: Comm, buffer: Buffer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from math import inf
@@ -37,7 +38,7 @@ from dask_hoplite.exceptions import (
     SourceFailedError,
 )
 from dask_hoplite.transfer.buffer import Buffer
-from dask_hoplite.transfer.channel import path, receive, receive_marks
+from dask_hoplite.transfer.channel import counted, path, receive, receive_marks
 from dask_hoplite.transfer.layout import Layout, load
 from dask_hoplite.transfer.patience import stop
 from dask_hoplite.transfer.relay import Connections
@@ -67,6 +68,7 @@ async def take(
     hops: int = 1,
     early: bool = False,
     share: bool = True,
+    counts: Counter[str] | None = None,
 ) -> str:
     """Take from one source what is missing of an object.
 
@@ -92,6 +94,8 @@ async def take(
         Whether the source may not know yet that it will have the object.
     share : bool
         Whether shared memory will do.
+    counts : Counter, optional
+        Where the bytes that come are counted, by how they go; also those of a failed transfer.
 
     Returns
     -------
@@ -135,14 +139,17 @@ async def take(
                 await comm.write({"attached": False})
             else:
                 await comm.write({"attached": True})
-                await receive_marks(comm, buffer)
+                with counted(counts, "shared memory", buffer):
+                    await receive_marks(comm, buffer)
                 return "shared memory"
         same = buffer is not None and buffer.layout.identity == layout.identity
         if buffer is None or not (same or answer["offset"]):
             buffer = begin(layout, None)
         buffer.layout = layout  # by which bytes it will have been completed
-        await receive(comm, buffer, hops)
-        return path(comm, source)
+        how = path(comm, source)
+        with counted(counts, how, buffer):
+            await receive(comm, buffer, hops)
+        return how
     except BaseException:
         comm.abort()  # what may still come on it is nobody's
         raise
@@ -178,6 +185,7 @@ class Incoming:
         self.rate: float | None = None
         self.doubtful: set[str] = set()  # sources of which something else came than was sent
         self.waiters = 0
+        self.logged = False  #: whether Dask's logs have it
         self.asked = self.first_byte = self.stop = monotonic()
         self.task = asyncio.create_task(self._run(), name=f"hoplite-pull-{key}")
         self.task.add_done_callback(lambda _: self._end())
@@ -199,6 +207,8 @@ class Incoming:
         return self.buffer.arrived if self.buffer is not None else 0
 
     def _end(self) -> None:
+        how = "cancelled" if self.task.cancelled() else "failed" if self.failed else "finished"
+        self.puller.outcomes[how] += 1
         if not self.waiters:  # all have gone before it ended
             self.puller.forget(self)
         if not self.task.cancelled():
@@ -288,6 +298,7 @@ class Incoming:
                 begin=self.begin,
                 hops=self.hops,
                 early=self.early,
+                counts=puller.bytes_in,
             )
         )
         try:
@@ -391,6 +402,10 @@ class Puller:
         self.shelf = shelf
         self.stall_timeout = stall_timeout
         self.incoming: dict[Key, Incoming] = {}
+        #: Bytes that have come to this worker by Hoplite, by how they went; and those that left it
+        self.bytes_in: Counter[str] = Counter()
+        self.bytes_out: Counter[str] = Counter()
+        self.outcomes: Counter[str] = Counter(finished=0, failed=0, cancelled=0)
         self.memory_limit = memory_limit
         self.room = Room(SLOTS, bytes_limit)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 from distributed.comm.core import Comm, CommClosedError
@@ -13,7 +15,14 @@ from distributed.utils import offload
 
 from dask_hoplite.core.events import Key
 from dask_hoplite.transfer.buffer import Buffer
-from dask_hoplite.transfer.channel import path, receive, receive_marks, send, send_marks
+from dask_hoplite.transfer.channel import (
+    counted,
+    path,
+    receive,
+    receive_marks,
+    send,
+    send_marks,
+)
 from dask_hoplite.transfer.layout import Layout
 from dask_hoplite.transfer.patience import patiently
 from dask_hoplite.transfer.shared import RELAYED, SHARE_MIN, affinity
@@ -30,6 +39,7 @@ async def serve(
     identity: str,
     whose: str,
     fingerprint: bytes | None,
+    sent: Callable[[str, int], None] = lambda how, nbytes: None,
 ) -> dict[str, Any] | NoReply:
     """Send an object, or the rest of it, to the worker that asked for it.
 
@@ -50,6 +60,8 @@ async def serve(
         begins otherwise, all of it is sent.
     whose : str
         The receiver's :func:`~dask_hoplite.transfer.shared.affinity`.
+    sent : callable, optional
+        Is told how bytes went, and how many, also if the rest could not be sent.
     """
     try:
         async with shelf.reading(key) as buffer:
@@ -65,11 +77,11 @@ async def serve(
                 if shared is not None:
                     await comm.write({**answer, "shared": shared.handle})  # type: ignore[attr-defined]
                     if (await comm.read())["attached"]:
-                        await send_marks(comm, shared)
+                        await send_marks(comm, shared, partial(sent, "shared memory"))
                         return Status.dont_reply
                 else:
                     await comm.write(answer)
-                await send(comm, buffer, offset)
+                await send(comm, buffer, offset, partial(sent, path(comm, comm.local_address)))
             except CommClosedError:
                 raise
             except Exception as error:
@@ -96,6 +108,7 @@ async def accept(
     whose: str,
     begin: Callable[[Layout, dict[str, Any] | None], Buffer],
     timeout: float,
+    counts: Counter[str] | None = None,
 ) -> str:
     """Take all bytes of a push.
 
@@ -113,6 +126,8 @@ async def accept(
         As for :func:`dask_hoplite.transfer.pull.take`.
     timeout : float
         Seconds.
+    counts : Counter, optional
+        As for :func:`dask_hoplite.transfer.pull.take`.
 
     Returns
     -------
@@ -140,5 +155,6 @@ async def accept(
     if whose == RELAYED:
         how += ", relayed"
     taking = receive(comm, buffer) if handle is None else receive_marks(comm, buffer)
-    await patiently(taking, lambda: buffer.arrived, timeout)
+    with counted(counts, how, buffer):
+        await patiently(taking, lambda: buffer.arrived, timeout)
     return how
