@@ -10,7 +10,7 @@ from distributed.client import futures_of, no_default
 
 from dask_hoplite.client import check, extension
 from dask_hoplite.exceptions import TransferError
-from dask_hoplite.representations import Status, Transfers
+from dask_hoplite.reporting.representations import Status, Transfers
 
 
 def broadcast(

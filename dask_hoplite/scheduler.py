@@ -45,11 +45,11 @@ from dask_hoplite.core.instructions import Cancel, Instruction
 from dask_hoplite.core.record import Record
 from dask_hoplite.core.wishes import Wishes
 from dask_hoplite.exceptions import ObjectLostError
-from dask_hoplite.inquiries import Inquiries
 from dask_hoplite.messages import decode, encode
 from dask_hoplite.peers import Peers
 from dask_hoplite.presence import Presence
 from dask_hoplite.puts import Puts
+from dask_hoplite.reporting.inquiries import Inquiries
 from dask_hoplite.settled import settle
 from dask_hoplite.targets import fits
 from dask_hoplite.transfer.relay import relay

@@ -100,7 +100,7 @@ _PLUGINS = "distributed.diagnostics.plugin"
 #: What has to be there before any other part of this package can be imported
 PACKAGE = (
     *_names("distributed", "Client Future KilledWorker LocalCluster Reschedule Scheduler"),
-    *_names("distributed", "SchedulerPlugin Worker WorkerPlugin get_client get_worker"),
+    *_names("distributed", "SchedulerPlugin Worker WorkerPlugin get_client get_worker wait"),
     *_names(
         "distributed.active_memory_manager",
         "ActiveMemoryManagerPolicy ReduceReplicas SuggestionGenerator",
@@ -121,12 +121,20 @@ PACKAGE = (
     *_names(_STATES, "FreeKeysEvent GatherDepBusyEvent GatherDepFailureEvent"),
     *_names(_STATES, "GatherDepNetworkFailureEvent GatherDepSuccessEvent RecsInstrs"),
     *_names(_STATES, "SecedeEvent StateMachineEvent TaskErredMsg WorkerState"),
+    *_names("distributed.comm", "get_address_host"),
+    *_names("distributed.core", "connect"),
+    *_names("distributed.diagnostics.progress", "format_time"),
+    *_names("distributed.diagnostics.progressbar", "ProgressBar ProgressWidget TextProgressBar"),
+    *_names("distributed.utils", "is_kernel"),
     *_names("dask._task_spec", "Task"),
     *_names("dask.base", "is_dask_collection"),
+    *_names("dask.core", "iskey"),
     *_names("dask.delayed", "Delayed"),
     *_names("dask.sizeof", "sizeof"),
+    Seam("dask.sizeof:sizeof._lookup"),
+    *_of("dask.sizeof:sizeof.", dispatch="cls", register="type"),
     *_names("dask.tokenize", "tokenize"),
-    *_names("dask.utils", "SerializableLock format_bytes parse_bytes parse_timedelta"),
+    *_names("dask.utils", "SerializableLock format_bytes key_split parse_bytes parse_timedelta"),
     Seam(f"{_CLIENT}.__dict__", item="_register_plugin"),
     Seam(f"{_STATES}:WorkerState.__dict__", item="_handle_event"),
 )
@@ -145,6 +153,7 @@ SCHEDULER = (
         may="comm",
         replaced=True,
     ),
+    Seam(f"{_SCHEDULER}.adaptive_target", "target_duration", replaced=True),
     Seam(f"{_SCHEDULER}.gather_on_worker", "worker_address who_has", replaced=True),
     Seam(f"{_SCHEDULER}._task_to_msg", "ts", may="duration", replaced=True),
     Seam(f"{_SCHEDULER}.remove_plugin", "name", replaced=True),
@@ -188,6 +197,7 @@ SCHEDULER = (
         restart="scheduler",
         start="scheduler",
         transition="key start finish stimulus_id",
+        valid_workers_downscaling="scheduler workers",
     ),
     Seam("distributed.active_memory_manager:ActiveMemoryManagerExtension.add_policy", "policy"),
     Seam("distributed.active_memory_manager:ReduceReplicas.run", "", replaced=True),
@@ -304,6 +314,15 @@ WORKER = (
     ),
     # Tasks have clients that take part
     *(seam for seam in CLIENT if not seam.where.startswith(".")),
+)
+
+#: Without these the dashboard has no page, and all else works.
+DASHBOARD = (
+    *_names("distributed.dashboard.components.scheduler", "BOKEH_THEME env"),
+    *_names("distributed.dashboard.core", "DaskBokehTornado"),
+    *_names("distributed.dashboard.scheduler", "template_variables"),
+    Seam("distributed.dashboard.core:DaskBokehTornado.find_handler", "request"),
+    Seam(".http_application.applications"),
 )
 
 #: Without these there are no metrics, and all else works.

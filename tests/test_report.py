@@ -28,8 +28,8 @@ from dask_hoplite.collectives.account import REMEMBERED
 from dask_hoplite.reporting import chart
 from dask_hoplite.reporting.chart import Box, Link, Span
 from dask_hoplite.reporting.page import Names, transfers, verdict
+from dask_hoplite.reporting.representations import Status, Transfers
 from dask_hoplite.reporting.story import tell
-from dask_hoplite.representations import Status, Transfers
 from tests.helpers import array, hoplite_cluster, hosted, plugin, until
 
 # The story of an object

@@ -1,4 +1,4 @@
-"""The page in Dask's dashboard, made with Bokeh: what it shows is in :mod:`dask_hoplite.drawing`.
+"""The page, made with Bokeh. What it shows is in :mod:`dask_hoplite.dashboard.drawing`.
 
 Only to be imported where there is Bokeh.
 """
@@ -27,8 +27,8 @@ from bokeh.models import (
 from bokeh.plotting import figure
 from distributed.dashboard.components.scheduler import BOKEH_THEME, env
 
-from dask_hoplite.drawing import COLORS, MOVED, Columns, Drawing
-from dask_hoplite.picture import Observer, Picture
+from dask_hoplite.dashboard.drawing import COLORS, MOVED, Columns, Drawing
+from dask_hoplite.dashboard.picture import Observer, Picture
 
 if TYPE_CHECKING:
     from distributed import Scheduler

@@ -13,7 +13,7 @@ from typing import Any
 
 from dask.utils import format_bytes
 
-from dask_hoplite.picture import Cell, Picture, Sketch
+from dask_hoplite.dashboard.picture import Cell, Picture, Sketch
 
 Columns = dict[str, list[Any]]
 Place = tuple[int, int]

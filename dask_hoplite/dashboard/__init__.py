@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import dask.config
 from tornado.ioloop import IOLoop
 
+from dask_hoplite import seams, versions
+
 if TYPE_CHECKING:
     from distributed import Scheduler
 
@@ -33,6 +35,9 @@ def install(scheduler: Scheduler) -> None:
     """
     if importlib.util.find_spec("bokeh") is None:
         logger.info("Hoplite: no page in the dashboard, as Bokeh is not installed")
+        return
+    if reason := versions.check(seams.DASHBOARD, scheduler):
+        logger.warning("Hoplite: no page in the dashboard: %s", reason)
         return
     try:
         if not list(_hoplite_pages(scheduler)):
@@ -73,7 +78,7 @@ def _mount(scheduler: Scheduler) -> None:
 
     from distributed.dashboard.scheduler import template_variables
 
-    from dask_hoplite.page import PARTS, Watch, individual, page
+    from dask_hoplite.dashboard.page import PARTS, Watch, individual, page
 
     class Pages(DaskBokehTornado):
         """Our pages, listed as if they were among Dask's.
