@@ -339,7 +339,7 @@ async def written(futures, client):
 
 @hoplite_cluster()
 async def test_a_reduction_whose_worker_leaves(c, s, *workers):
-    await c.register_plugin(Hoplite())
+    await c.register_plugin(Hoplite(stall_timeout="60s"))  # no other sums before one has left
     operands = [
         c.submit(array, 100_000, i, workers=[w.address], allow_other_workers=True, pure=False)
         for i, w in enumerate(workers)
