@@ -1,7 +1,8 @@
-"""What users see first: ``dask hoplite demo``, small, and the examples of the README."""
+"""What users see first: ``dask hoplite demo``, small, and the examples of README and docs."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import psutil
 import pytest
 from click.testing import CliRunner
@@ -156,14 +158,25 @@ def test_help_by_the_dask_command():
 
 def test_examples_of_the_readme(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where they may write
-    examples = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    names = {}
-    try:
-        for example in examples:
-            exec(example, names)
+    with examples(README) as names:
         assert names["client"].gather(names["scores"])[0] == pytest.approx(0.5, abs=0.1)
-    finally:
-        names["client"].shutdown()
     output = capsys.readouterr().out
     assert output.startswith("10000000.0\n")
     assert output.count(" finished ") >= 4
+
+
+def test_examples_of_training():
+    with examples(README.parent / "docs" / "training.md") as names:
+        assert names["w"] == pytest.approx(np.arange(10), abs=0.5)
+
+
+@contextlib.contextmanager
+def examples(page):
+    """What the names in the examples of a page stand for after they were run."""
+    names = {}
+    try:
+        for example in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+            exec(example, names)
+        yield names
+    finally:
+        names["client"].shutdown()
