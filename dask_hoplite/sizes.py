@@ -2,7 +2,7 @@
 
 Dask takes each of these for some 56 bytes: a model of scikit-learn or XGBoost, or an object of the
 user that holds an array. So it would count as small, and not go by Hoplite. What goes over the wire
-is its pickle, so this is measured here, without keeping the bytes.
+is its pickle, so this is measured here, as far as that costs little, and without keeping the bytes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ from dask.sizeof import sizeof
 
 #: Of smaller objects, Dask's own figure stands: others decide by it what to send how.
 SMALL = 100_000
+
+#: So many bytes of a pickle are made at most. Who has more is large; how large, shows on the way;
+#: arrays, which need not be copied, are counted in full.
+ENOUGH = 8 * 2**20
 
 #: Seconds for which a measurement holds, as Dask asks several times in a row. Objects change.
 FRESH = 5.0
@@ -88,21 +92,30 @@ def _pickled(value: Any) -> int:
     count = _Count()
     try:
         pickle.Pickler(count, 5, buffer_callback=count.aside).dump(value)
+    except _Enough:
+        pass
     except Exception:  # of any kind, as classes may define how they are pickled
         return 0
     return count.nbytes
+
+
+class _Enough(Exception):
+    """There is no need to make more of a pickle."""
 
 
 class _Count:
     """A file that only counts what is written."""
 
     def __init__(self) -> None:
-        self.nbytes = 0
+        self.written = self.nbytes = 0
 
     def write(self, data: bytes | memoryview) -> int:
         """Count some bytes."""
         size = memoryview(data).nbytes
+        self.written += size
         self.nbytes += size
+        if self.written > ENOUGH:
+            raise _Enough
         return size
 
     def aside(self, buffer: pickle.PickleBuffer) -> None:

@@ -56,6 +56,14 @@ def test_large_objects_are_measured(user):
     assert LARGE < sizeof(Slotted()) < LARGE + 1000
 
 
+def test_no_more_is_pickled_than_it_takes(user):
+    model = Model()
+    model.weights = [bytes(sizes.ENOUGH // 4) for _ in range(100)]
+    assert sizes.ENOUGH < sizeof(model) < 2 * sizes.ENOUGH
+    model = Model(20 * sizes.ENOUGH)
+    assert sizeof(model) > 20 * sizes.ENOUGH, "arrays are not copied"
+
+
 def test_what_is_small_or_known_is_as_dask_has_it(user):
     values = [Model(100), Stubborn(), threading.Lock(), None, 3, len, Model, Model(1).__init__]
     values += [np.zeros(LARGE), "x" * LARGE, [b"x" * LARGE]]
