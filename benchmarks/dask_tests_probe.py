@@ -109,7 +109,7 @@ def let_tests_override() -> None:
     from dask_hoplite.worker import HopliteWorker
 
     plain_gather_dep, plain_get_data = Worker.gather_dep, Worker.get_data
-    plain_setup, plain_teardown = HopliteWorker.setup, HopliteWorker.teardown
+    plain_install, plain_teardown = HopliteWorker._install, HopliteWorker.teardown
     pulled: contextvars.ContextVar[dict[str, Any] | None]
     pulled = contextvars.ContextVar("pulled", default=None)
 
@@ -127,8 +127,8 @@ def let_tests_override() -> None:
             return await plain_get_data(self, comm, *args, **kwargs)
         return await self._hoplite.serve(comm, **pull)  # type: ignore[attr-defined]
 
-    def setup(self: HopliteWorker, worker: Worker) -> None:
-        plain_setup(self, worker)
+    def install(self: HopliteWorker, worker: Worker) -> None:
+        plain_install(self, worker)
         self.plain_gather_dep = functools.partial(plain_gather_dep, worker)
         worker._hoplite = self  # type: ignore[attr-defined]
         if type(worker).gather_dep is not gather_dep:
@@ -149,4 +149,4 @@ def let_tests_override() -> None:
         await plain_teardown(self, worker)
 
     Worker.gather_dep, Worker.get_data = gather_dep, get_data  # type: ignore[method-assign]
-    HopliteWorker.setup, HopliteWorker.teardown = setup, teardown  # type: ignore[method-assign]
+    HopliteWorker._install, HopliteWorker.teardown = install, teardown  # type: ignore[method-assign]

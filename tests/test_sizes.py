@@ -43,8 +43,15 @@ class User:
     """Somebody who uses the sizes."""
 
 
+def nobody():
+    """Let nobody use the sizes: clients of other tests may, until they are collected."""
+    for other in list(sizes._users):
+        sizes.uninstall(other)
+
+
 @pytest.fixture
 def user():
+    nobody()
     user = User()
     sizes.install(user)
     yield user
@@ -110,6 +117,7 @@ def use(model: Model) -> int:
 
 @hoplite_cluster(config={"hoplite.min-size": 100_000})
 async def test_models_go_by_hoplite(c, s, *workers):
+    nobody()
     await c.register_plugin(Hoplite())
     made = c.submit(Model, workers=[workers[0].address])
     scattered = await c.scatter(Model())
