@@ -73,7 +73,7 @@ async def extension(client: Client) -> ClientExtension:
     if reason := hello.get("refused"):
         raise NotInstalledError(f"the scheduler has no Hoplite: {reason}")
     own = dask_hoplite.__version__
-    others = {"the scheduler": hello["version"], **hello["workers"]}
+    others = {"the scheduler": hello["version"], **hello.get("workers", {})}
     differing = versions.differing({**others, "this client": own})
     if hello["version"] != own:
         raise NotInstalledError(differing)
@@ -162,8 +162,9 @@ class ClientExtension:
 
     def uninstall(self) -> None:
         """Put the client's methods back."""
-        for name in ("_scatter", "_gather", "_gather_remote", "unregister_scheduler_plugin"):
-            self.client.__dict__.pop(name, None)
+        if (client := self._client()) is not None:
+            for name in ("_scatter", "_gather", "_gather_remote", "unregister_scheduler_plugin"):
+                client.__dict__.pop(name, None)
         sizes.uninstall(self)
         self.installed = False
 

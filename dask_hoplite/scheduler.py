@@ -144,8 +144,12 @@ class Hoplite(SchedulerPlugin):
         plugin = HopliteWorker(
             self.config.min_size, self.config.stall_timeout, self.config.push_timeout
         )
-        await scheduler.register_worker_plugin(None, dumps(plugin), name=NAME, idempotent=True)
-        self.ready.set()
+        try:
+            await scheduler.register_worker_plugin(None, dumps(plugin), name=NAME, idempotent=True)
+        except OSError as error:  # of one that has left meanwhile; all others have it
+            logger.warning("A worker could not be told of Hoplite: %s", error)
+        finally:
+            self.ready.set()  # or whoever registers it again would wait for ever
 
     def _step_aside(self, scheduler: Scheduler, reason: str) -> None:
         """Leave everything to Dask, and say why."""
@@ -260,6 +264,8 @@ class Hoplite(SchedulerPlugin):
     async def close(self) -> None:
         """Stop what is under way, with the scheduler."""
         metrics.SCHEDULERS.uninstall(self.scheduler)
+        for run in self.reductions.runs.values():
+            run.silence()  # or its timers would go on for as long as the event loop does
         for task in self.tasks:
             task.cancel()
 
@@ -472,7 +478,8 @@ class Hoplite(SchedulerPlugin):
     async def meet(self, worker: str, version: str, refused: str | None) -> None:
         """A worker has its half, or says why it cannot. What one cannot, none should."""
         if refused is None:
-            self.peers.tell(worker, version)
+            if worker in self.scheduler.workers:  # and has not left meanwhile
+                self.peers.tell(worker, version)
         elif self.scheduler.extensions.get(NAME) is self:
             self._uninstall()
             self.scheduler._ongoing_background_tasks.call_soon(self._leave_workers)

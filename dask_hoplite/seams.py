@@ -56,7 +56,10 @@ class Seam:
             return f"has no {self.name}"
         if self.item is not None:
             return None if self.item in found else f"has no {self.name}"
-        return None if self.takes is None else self._other_parameters(found)
+        try:
+            return None if self.takes is None else self._other_parameters(found)
+        except (TypeError, ValueError):  # it is no function any more, or a compiled one
+            return f"has another {self.name}"
 
     def _find(self, server: Any) -> Any:
         module, _, path = self.where.rpartition(":")

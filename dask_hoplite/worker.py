@@ -8,7 +8,7 @@ import time as clock
 from collections import defaultdict
 from collections.abc import Callable, Collection, Coroutine, Hashable
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from distributed import Client, Worker, WorkerPlugin
 from distributed.comm.core import Comm
@@ -38,6 +38,9 @@ from dask_hoplite.messages import decode, encode
 from dask_hoplite.transfer.pull import Incoming, Puller
 from dask_hoplite.transfer.serve import NoReply, serve
 from dask_hoplite.transfer.shelf import Shelf
+
+if TYPE_CHECKING:
+    from dask_hoplite.client import ClientExtension
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +126,7 @@ class HopliteWorker(WorkerPlugin):
         self.landing: dict[Key, asyncio.Future[None]] = {}
         self.coming: defaultdict[Key, set[asyncio.Future[Any]]] = defaultdict(set)
         self.recalled, self.waiting = 0, asyncio.Event()
+        self.client: ClientExtension | None = None  # of the client that tasks use
         self.plain_gather_dep = worker.gather_dep
         self.handlers: dict[str, Callable[..., Any]] = {
             "hoplite_pull": self.serve,
@@ -161,6 +165,8 @@ class HopliteWorker(WorkerPlugin):
         sizes.uninstall(self)
         worker.__dict__.pop("gather_dep", None)
         worker.__dict__.pop("_get_client", None)
+        if self.client is not None and self.client.fetch == self._pull:
+            self.client.uninstall()  # it would ask us
         worker.stream_handlers["compute-task"] = self.plain_compute_task
         self.on_spill.remove(self.spilled)
         for name in self.handlers:
@@ -218,7 +224,9 @@ class HopliteWorker(WorkerPlugin):
         from dask_hoplite.client import install  # it imports us, by way of the scheduler's plugin
 
         client = self.plain_get_client(timeout)
-        install(client, self.min_size, self.stall_timeout, self.push_timeout, fetch=self._pull)
+        self.client = install(
+            client, self.min_size, self.stall_timeout, self.push_timeout, fetch=self._pull
+        )
         return client
 
     def is_large(self, key: Key) -> bool:

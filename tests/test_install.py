@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from time import sleep
 
 import numpy as np
 import pytest
@@ -58,6 +59,33 @@ async def test_uninstalling_puts_everything_back(c, s, *workers):
     total = c.submit(np.sum, z, workers=[workers[1].address])
     assert await total == array().sum(dtype=int)
     await until(lambda: plugin(s).directory.log())
+
+
+@hoplite_cluster()
+async def test_a_worker_that_breaks_off_while_it_is_installed(c, s, *workers):
+    async def break_off(comm, **kwargs):
+        comm.abort()
+
+    plain, workers[0].handlers["plugin-add"] = workers[0].handlers["plugin-add"], break_off
+    await c.register_plugin(Hoplite())
+    workers[0].handlers["plugin-add"] = plain
+    await asyncio.wait_for(c.register_plugin(Hoplite()), 5)
+    x = await c.scatter(array(), broadcast=True)
+    assert np.array_equal(await x, array())
+    await c.unregister_scheduler_plugin("hoplite")
+
+
+@hoplite_cluster()
+async def test_closing_the_scheduler_ends_timers_of_reductions(c, s, *workers):
+    await c.register_plugin(Hoplite())
+    late = c.submit(sleep, 3)
+    result = hoplite.reduce([late], timeout=60, client=c)
+    result = await result
+    await until(lambda: plugin(s).reductions.runs)
+    [run] = plugin(s).reductions.runs.values()
+    plugin(s).reductions.watch(run)
+    await plugin(s).close()
+    assert run.watch.cancelled() and all(timer.cancelled() for timer in run.timers)
 
 
 @hoplite_cluster()

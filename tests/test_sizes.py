@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 
 import numpy as np
 import pytest
+from dask._task_spec import Task
 from dask.sizeof import sizeof
+from distributed import get_client
 
 import dask_hoplite as hoplite
 from dask_hoplite import Hoplite, sizes
@@ -46,7 +49,7 @@ class User:
 def nobody():
     """Let nobody use the sizes: clients of other tests may, until they are collected."""
     for other in list(sizes._users):
-        sizes.uninstall(other)
+        sizes._leave(other)
 
 
 @pytest.fixture
@@ -90,6 +93,70 @@ def test_it_lasts_as_long_as_somebody_uses_it(user):
     assert sizeof(model) > LARGE, "what was looked up in between is looked up again"
 
 
+def test_classes_of_a_main_module_that_is_elsewhere(user):
+    """As those of a notebook are on workers."""
+    model = type("Cell", (Model,), {"__module__": "nowhere"})()
+    model.function = lambda: 0
+    model.module = np
+    assert LARGE < sizeof(model) < LARGE + 1000
+
+
+def test_scalars_and_dasks_own_objects_are_not_pickled(user, monkeypatch):
+    monkeypatch.setattr(sizes, "_pickled", lambda value: pytest.fail("that takes time"))
+    assert sizeof(np.float64(1)) < 100
+    assert sizeof(Task("key", len, [list(range(1000))])) < 100_000
+
+
+def test_who_is_collected_uses_it_no_longer(user):
+    other = User()
+    sizes.install(other)
+    sizes.uninstall(user)
+    del other
+    gc.collect()
+    assert sizeof(Model()) < 1000
+
+
+def test_what_others_have_registered_stays(user):
+    def other(value):
+        return 42
+
+    sizeof.register(object, other)
+    try:
+        sizes.uninstall(user)
+        sizes.install(user)
+        assert sizeof.dispatch(object) is other
+    finally:
+        sizeof.register(object, sizes._plain)
+
+
+def test_it_may_come_and_go_while_others_measure(user):
+    errors, over = [], threading.Event()
+
+    def measure():
+        while not over.is_set():
+            try:
+                for value in (Model(1), 1.5, None, len):
+                    sizeof(value)
+            except Exception as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=measure) for _ in range(2)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in range(1000):
+            sizes.uninstall(user)
+            sizes.install(user)
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+        sys.setswitchinterval(before)
+    assert not errors
+
+
 def test_an_object_is_not_measured_again_and_again(user, monkeypatch):
     model = Model()
     size = sizeof(model)
@@ -129,6 +196,19 @@ async def test_models_go_by_hoplite(c, s, *workers):
         receivers = {row["receiver"] for row in moved if row["status"] == "finished"}
         assert len(receivers) >= 3
     await c.unregister_scheduler_plugin("hoplite")
+    assert sizeof(Model()) < 1000
+
+
+def with_a_client() -> bool:
+    return get_client() is not None and sizeof(Model()) > LARGE
+
+
+@hoplite_cluster()
+async def test_nothing_is_left_by_the_client_that_tasks_use(c, s, *workers):
+    nobody()
+    await s.register_scheduler_plugin(Hoplite(), idempotent=True)
+    assert await c.submit(with_a_client)
+    await s.unregister_scheduler_plugin("hoplite")
     assert sizeof(Model()) < 1000
 
 

@@ -101,6 +101,8 @@ def test_what_is_missing():
     assert Seam("distributed.nowhere:x").problem(None) == "has no x"
     assert Seam("distributed:Client.nothing").problem(None) == "has no Client.nothing"
     assert Seam(".nothing.at_all").problem(object()) == "has no nothing.at_all"
+    assert Seam("sys:maxsize", "key").problem(None) == "has another maxsize"
+    assert Seam("builtins:max", "key").problem(None) == "has another max"
     found = Seam(".handlers", item="op").problem(type("Server", (), {"handlers": {}}))
     assert found == "has no handlers['op']"
 
