@@ -108,7 +108,7 @@ def test_where_hoplite_steps_aside_plain_dask_is_not_measured_in_its_place(clust
         with pytest.warns(UserWarning, match="not known"):
             record = c.measure(shared.Side("hoplite"), "tasks", 2**20, 0)
         assert "NotInstalledError: " in record["error"] and "not known" in record["error"]
-    assert not cluster.scheduler.tasks
+    assert not cluster.scheduler.tasks and "hoplite" not in cluster.scheduler.plugins
 
 
 def test_what_keeps_a_cluster_from_being_measured(cluster, monkeypatch):

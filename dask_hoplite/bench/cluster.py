@@ -121,7 +121,11 @@ class SharedCluster:
         if system == "hoplite":
             self.client.register_plugin(Hoplite(**(self.found["overrides"] or {})))
             # Where it steps aside, plain Dask would be measured, and called Hoplite.
-            self.client.sync(extension, self.client)
+            try:
+                self.client.sync(extension, self.client)
+            except NotInstalledError:
+                self.client.unregister_scheduler_plugin(NAME)  # what stands in for it
+                raise
         elif self.client.run_on_scheduler(look, self.client.id)["overrides"] is not None:
             self.client.unregister_scheduler_plugin(NAME)
         return system == "hoplite"
