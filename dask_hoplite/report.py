@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -80,7 +81,8 @@ def report(
 async def _report(client: Client, keys: Sequence[Key], path: Path) -> str:
     await extension(client)
     told = await client.scheduler.hoplite_report(keys=list(keys))
-    path.write_text(page(told), encoding="utf-8")
+    # 10,000 transfers take more than a second, and this loop may be that of a worker.
+    await asyncio.to_thread(lambda: path.write_text(page(told), encoding="utf-8"))
     return str(path)
 
 

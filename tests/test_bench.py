@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from distributed import Client, LocalCluster, wait
 
 from benchmarks.laboratory import Laboratory, why_not
-from dask_hoplite import Hoplite
+from dask_hoplite import Hoplite, versions
 from dask_hoplite.bench import cluster as shared
 from dask_hoplite.bench import command, link
 from dask_hoplite.bench.cluster import BenchError, SharedCluster, limit, look
@@ -90,6 +90,25 @@ def test_an_operation_without_an_end(cluster, client, monkeypatch):
         assert "hoplite" not in cluster.scheduler.plugins
     assert "hoplite" in cluster.scheduler.plugins, "as before"
     assert client.run_on_scheduler(look, client.id)["tasks"] == 0
+
+
+def test_a_worker_that_leaves_in_the_middle(cluster, monkeypatch):
+    """A copy is lacking then, but no value is wrong, and the time is not that of all workers."""
+    with SharedCluster(lambda: Client(cluster, set_as_default=False), timeout=30) as c:
+        left = iter([{*c.workers, "tcp://10.0.0.1:1"}, set(c.workers)])
+        monkeypatch.setattr(c, "_addresses", lambda: next(left))
+        record = c.measure(shared.Side("plain"), "tasks", 2**20, 0)
+    assert record == {"error": "BenchError: workers have left or joined meanwhile", "timeout": None}
+    assert not cluster.scheduler.tasks
+
+
+def test_where_hoplite_steps_aside_plain_dask_is_not_measured_in_its_place(cluster, monkeypatch):
+    monkeypatch.setattr(versions, "check", lambda *_: "this Dask is not known")
+    with SharedCluster(lambda: Client(cluster, set_as_default=False), timeout=30) as c:
+        with pytest.warns(UserWarning, match="not known"):
+            record = c.measure(shared.Side("hoplite"), "tasks", 2**20, 0)
+        assert "NotInstalledError: " in record["error"] and "not known" in record["error"]
+    assert not cluster.scheduler.tasks and "hoplite" not in cluster.scheduler.plugins
 
 
 def test_what_keeps_a_cluster_from_being_measured(cluster, monkeypatch):

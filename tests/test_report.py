@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 import dask_hoplite as hoplite
 from dask_hoplite import Hoplite, NotInstalledError, ReportError
 from dask_hoplite.collectives.account import REMEMBERED
+from dask_hoplite.report import page as report_page
 from dask_hoplite.reporting import chart
 from dask_hoplite.reporting.chart import Box, Link, Span
 from dask_hoplite.reporting.page import Names, transfers, verdict
@@ -70,6 +71,24 @@ def test_an_orphan_goes_on_elsewhere():
     assert (takeover.byte, takeover.at, takeover.why) == (40, 4.0, "source left")
     assert [(piece.first, piece.end) for piece in c.pieces] == [(0, 40), (40, 100)]
     assert story.last is c and story.seconds == 10.0
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [row("a", "b", 0.0, None, received=20, status="running")],
+        [row("a", "b", 0.0, 1.0, received=20, status="source left")],
+        [row("a", "b", 0.0, 1.0, latency=1.0)],  # all of it came at once
+        [row("a", "b", 0.0, 0.0)],
+        [row("a", "b", 0.0, 1.0, nbytes=0, received=0)],
+    ],
+)
+def test_what_has_no_end_or_no_rate_is_shown_too(rows):
+    """Nobody has finished, or no time has passed in which bytes came."""
+    known = {"state": "memory", "nbytes": 100, "min_size": 1, "holders": ["a"]}
+    told = {"key": "x", "rows": rows, "reductions": [], **known}
+    seen = Page(report_page({"now": 2.0, "workers": {}, "objects": [told]}))
+    assert seen.count("g", "box root") == 1
 
 
 def test_who_had_all_of_it_and_left_is_shown_as_gone():

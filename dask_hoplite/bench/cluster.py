@@ -15,10 +15,11 @@ from dask.utils import format_bytes
 from distributed import Client, Scheduler, Worker
 
 import dask_hoplite
-from dask_hoplite import Hoplite
+from dask_hoplite import Hoplite, NotInstalledError
 from dask_hoplite.bench import link, turns
 from dask_hoplite.bench.operations import OPS, Runner
 from dask_hoplite.bench.turns import Record
+from dask_hoplite.client import extension
 from dask_hoplite.scheduler import NAME
 
 #: Seconds within which all of the cluster has to answer, and Hoplite to be installed.
@@ -109,7 +110,7 @@ class SharedCluster:
             before = "plain" if self.found["overrides"] is None else "hoplite"
             with deadline(self.client, PATIENCE):
                 self.use(before)
-        except (OSError, Overdue) as error:
+        except (OSError, Overdue, NotInstalledError) as error:
             raise BenchError(f"The cluster could not be left as it was: {error}") from error
         finally:
             self.client.close()
@@ -119,6 +120,12 @@ class SharedCluster:
         assert self.found is not None
         if system == "hoplite":
             self.client.register_plugin(Hoplite(**(self.found["overrides"] or {})))
+            # Where it steps aside, plain Dask would be measured, and called Hoplite.
+            try:
+                self.client.sync(extension, self.client)
+            except NotInstalledError:
+                self.client.unregister_scheduler_plugin(NAME)  # what stands in for it
+                raise
         elif self.client.run_on_scheduler(look, self.client.id)["overrides"] is not None:
             self.client.unregister_scheduler_plugin(NAME)
         return system == "hoplite"
@@ -207,11 +214,16 @@ class SharedCluster:
         try:
             with deadline(self.client, PATIENCE):
                 runner = Runner(self.client, self.use(side.system))
+                workers = self._addresses()
             once = partial(turns.once, partial(self._call, runner), timeout=self.timeout)
             if side.system != self.present:  # connections are new, and links' speed is not known
                 once(op="tasks", nbytes=WARM_UP, later=0)
                 self.present = side.system
-            record |= once(op=op, nbytes=nbytes, later=later)
+            found = once(op=op, nbytes=nbytes, later=later)
+            with deadline(self.client, PATIENCE):
+                if self._addresses() != workers:  # copies lack, or are too many: no value is wrong
+                    raise BenchError("workers have left or joined meanwhile")
+            record |= found
         except (Exception, asyncio.CancelledError) as error:
             overdue = isinstance(error, Overdue)
             said = (str(error).splitlines() or [""])[0]
@@ -221,6 +233,9 @@ class SharedCluster:
             self.client = self.connect()
             self.present = ""
         return record
+
+    def _addresses(self) -> set[str]:
+        return set(self.client.scheduler_info(n_workers=-1)["workers"])
 
     def _call(
         self, runner: Runner, method: str, timeout: float | None = None, **arguments: Any

@@ -122,9 +122,12 @@ class Inquiries:
         """Workers that are to have an object: for good, or for a task that they are to run."""
         if ts is None or not ts.who_has:
             return set()
-        running = {ws.address for ws in self.scheduler.running if fits(ts.nbytes, ws)}
         tasks = {user.processing_on for user in ts.waiters or () if user.processing_on is not None}
-        return self.hoplite.wishes.targets(key, running) | {ws.address for ws in tasks}
+        wanted = {ws.address for ws in tasks}
+        if key in self.hoplite.wishes:  # or each of thousands of keys would look at all workers
+            running = {ws.address for ws in self.scheduler.running if fits(ts.nbytes, ws)}
+            wanted |= self.hoplite.wishes.targets(key, running)
+        return wanted
 
 
 def _later(row: dict[str, Any], offset: float) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def transfers(story: Story, names: Names) -> dict[str, Any]:
             for share in story.shares
             if share.seconds >= SHOWN
         ],
-        "rule": _rule(story, names),
+        "rule": _rule(story, names) if story.last is not None else "",
         "takeovers": [takeover(one, story, names) for one in story.takeovers],
         "tree": picture,
         "time": _timeline(story, names, {box.name: (box.y, box.x) for box in picture.boxes}),
@@ -130,7 +130,7 @@ def verdict(story: Story, names: Names) -> str:
         "first byte": f"Most of the time, the last receiver, {who}, waited for its first byte.",
         "given up": f"Most of the time of the last receiver, {who}, was lost with sources that "
         "were given up.",
-        "moving": "The time is that of the bytes on a link, about: " + _how_often(story),
+        "moving": _how_often(story),
     }
     if most.name in texts or story.bottleneck is None:
         return texts.get(most.name, texts["moving"])
@@ -139,10 +139,13 @@ def verdict(story: Story, names: Names) -> str:
 
 
 def _how_often(story: Story) -> str:
+    had = f"all {len(story.finished)} receivers had it after {_time(story.seconds)}."
+    if not story.rate:  # an empty object, or all that came was there at the first look
+        return f"No link has a rate that is known; {had}"
     once = story.nbytes / story.rate
     return (
-        f"{format_bytes(story.nbytes)} at the median rate take {_time(once)}, and all "
-        f"{len(story.finished)} receivers had it after {_time(story.seconds)}."
+        "The time is that of the bytes on a link, about: "
+        f"{format_bytes(story.nbytes)} at the median rate take {_time(once)}, and {had}"
     )
 
 
