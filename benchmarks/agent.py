@@ -10,6 +10,7 @@ each client lives on the host it should be on and a stuck one can be killed.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -76,6 +77,7 @@ def wait_until_empty(client: Client, timeout: float = 60) -> None:
     """Wait until the scheduler knows no task and the workers store none."""
     deadline = time.monotonic() + timeout
     while left := client.run_on_scheduler(count_tasks) + sum(client.run(count_stored).values()):
+        gc.collect()  # futures may be in cycles of libraries that take no care of it
         if time.monotonic() > deadline:
             raise TimeoutError(f"{left} tasks or values are left {timeout} s after their release")
         time.sleep(0.02)
