@@ -10,16 +10,13 @@ from statistics import median
 from typing import IO, Any
 
 import click
-from dask.utils import format_bytes, parse_bytes
+from dask.utils import format_bytes
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 import dask_hoplite
-from dask_hoplite.bench.command import bench
-
-#: Below this, some of what the demo moves would be small objects, which Hoplite leaves to Dask.
-SMALLEST = 2**20
+from dask_hoplite.bench.command import bench, size_of
 
 INTRODUCTION = """\
 A neural network that reads handwritten digits (scikit-learn's MLPClassifier and data set), made \
@@ -58,12 +55,9 @@ hoplite.add_command(bench)
 def _size(context: click.Context, parameter: click.Parameter, text: str) -> int:
     """Read a size such as ``64MiB``."""
     try:
-        nbytes = parse_bytes(text)
+        return size_of(text)
     except ValueError as error:
-        raise click.BadParameter(f"{text!r} is not a size such as 64MiB") from error
-    if nbytes < SMALLEST:
-        raise click.BadParameter(f"{text!r} is less than {format_bytes(SMALLEST)}")
-    return nbytes
+        raise click.BadParameter(str(error)) from error
 
 
 @hoplite.command()

@@ -53,7 +53,19 @@ class ObjectTooLargeError(TransferError):
     """No worker that was asked for may hold an object of this size."""
 
 
-class ReductionError(HopliteError):
+class _KeyedError(HopliteError):
+    """A reason, and the key that it is about."""
+
+    def __init__(self, key: object, reason: str):
+        self.key = key
+        self.reason = reason
+        super().__init__(key, reason)
+
+    def __str__(self) -> str:
+        return f"{self.key!r}: {self.reason}"
+
+
+class ReductionError(_KeyedError):
     """A reduction cannot have a result.
 
     Parameters
@@ -63,14 +75,6 @@ class ReductionError(HopliteError):
     reason : str
         What stands in the way.
     """
-
-    def __init__(self, key: object, reason: str):
-        self.key = key
-        self.reason = reason
-        super().__init__(key, reason)
-
-    def __str__(self) -> str:
-        return f"{self.key!r}: {self.reason}"
 
 
 class EnsembleError(HopliteError):
@@ -97,7 +101,7 @@ class EnsembleError(HopliteError):
         return f"{self.count} models are left, and an answer takes {self.quorum}: {why}"
 
 
-class ReportError(HopliteError, ValueError):
+class ReportError(_KeyedError, ValueError):
     """There is nothing that a report could show of an object.
 
     Parameters
@@ -107,14 +111,6 @@ class ReportError(HopliteError, ValueError):
     reason : str
         Why not.
     """
-
-    def __init__(self, key: object, reason: str):
-        self.key = key
-        self.reason = reason
-        super().__init__(key, reason)
-
-    def __str__(self) -> str:
-        return f"{self.key!r}: {self.reason}"
 
 
 class SourceFailedError(OSError):

@@ -63,8 +63,7 @@ def report(
 
     Examples
     --------
-    >>> hoplite.report(weights, "broadcast.html")  # doctest: +SKIP
-    '/home/me/broadcast.html'
+    >>> path = hoplite.report(weights, "broadcast.html")  # doctest: +SKIP
     """
     found = futures_of(futures)
     if found:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import IO, TYPE_CHECKING, Any
 
 import click
-from dask.utils import parse_bytes
+from dask.utils import format_bytes, parse_bytes
 from rich.console import Console
 
 if TYPE_CHECKING:
@@ -29,6 +29,23 @@ WIDTH = 160
 
 #: Seconds within which a scheduler must answer.
 PATIENCE = 10.0
+
+
+def size_of(text: str) -> int:
+    """Bytes of an array, from a size such as ``64MiB``.
+
+    Raises
+    ------
+    ValueError
+        If it is no size, or that of a small object.
+    """
+    try:
+        nbytes = parse_bytes(text)
+    except ValueError as error:
+        raise ValueError(f"{text!r} is not a size such as 64MiB") from error
+    if nbytes < SMALLEST:
+        raise ValueError(f"{text!r} is less than {format_bytes(SMALLEST)}")
+    return nbytes
 
 
 class Several(click.ParamType):
@@ -58,13 +75,7 @@ class Sizes(Several):
 
     def read(self, word: str) -> int:
         """Read a size."""
-        try:
-            nbytes = parse_bytes(word)
-        except ValueError as error:
-            raise ValueError(f"{word!r} is not a size such as 64MiB") from error
-        if nbytes < SMALLEST:
-            raise ValueError(f"{word!r} is less than 1.00 MiB")
-        return nbytes
+        return size_of(word)
 
 
 class Operations(Several):
