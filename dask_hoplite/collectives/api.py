@@ -16,6 +16,7 @@ from dask.utils import parse_timedelta
 from distributed import Client, Future, get_client
 from distributed.protocol.pickle import dumps, loads
 
+from dask_hoplite.batch import Batch
 from dask_hoplite.client import check, extension
 from dask_hoplite.collectives.operands import Op, block_of, combine_here, weigh
 from dask_hoplite.collectives.starting import ANNOTATION
@@ -420,11 +421,7 @@ async def _submit(
     wish["count"] = len(futures) if wish["count"] is None else wish["count"]
     await _check_operands(client, futures, wish["count"])
     key = f"{name}-{uuid.uuid4().hex}"
-    wish["operands"] = [future.key for future in futures]
-    if (weights := wish["weights"]) is not None:  # by key, as it is not known which will be taken
-        if len(weights) != len(futures):
-            raise ValueError(f"there are {len(weights)} weights for {len(futures)} operands")
-        wish["weights"] = dict(zip(wish["operands"], weights, strict=True))
+    _add_operands(wish, futures)
     addresses: list[str] = []
     if some or named:
         held = wish["operands"] if some else []
@@ -442,23 +439,55 @@ async def _submit(
     return _task(client, key, [] if some else futures, wish, addresses)
 
 
+def _add_operands(wish: dict[str, Any], futures: list[Future]) -> None:
+    wish["operands"] = [future.key for future in futures]
+    if (weights := wish["weights"]) is not None:  # by key, as it is not known which will be taken
+        if len(weights) != len(futures):
+            raise ValueError(f"there are {len(weights)} weights for {len(futures)} operands")
+        wish["weights"] = dict(zip(wish["operands"], weights, strict=True))
+
+
+def first_of(
+    batch: Batch, futures: list[Future], count: int, root: str, weights: list[float] | None
+) -> Future:
+    """The sum of the first futures that are ready, submitted in a batch, as they may be too.
+
+    Parameters
+    ----------
+    batch : Batch
+    futures : list of Future
+        The operands. Whoever asks keeps them until there is a result.
+    count : int
+        How many are taken.
+    root : str
+        Address of the worker that is to have the sum.
+    weights : list of float, optional
+        One for each of the futures.
+    """
+    wish = _wish(Op.of("sum"), count, weights=weights)
+    _add_operands(wish, futures)
+    call, annotations = _call([], wish, [root])
+    return batch.submit(*call, key=f"reduce-{uuid.uuid4().hex}", **annotations)
+
+
 def _task(
     client: Client, key: str, futures: list[Future], wish: dict[str, Any], addresses: list[str]
 ) -> Future:
     """The task that is a reduction, on one of some workers if it can be."""
+    call, annotations = _call(futures, wish, addresses)
+    with dask.annotate(**annotations):
+        return client.submit(*call, key=key, pure=False)
+
+
+def _call(
+    futures: list[Future], wish: dict[str, Any], addresses: list[str]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a reduction's task calls with what, and its annotations."""
     where = {"workers": addresses, "allow_other_workers": True} if addresses else {}
     priority = dask.get_annotations().get("priority", PRIORITY)
-    with dask.annotate(**{ANNOTATION: wish, "priority": priority}):
-        return client.submit(
-            combine_plainly,
-            wish["op"],
-            wish["block"],
-            None if wish["weights"] is None else list(wish["weights"].values()),
-            *futures,
-            key=key,
-            pure=False,
-            **where,
-        )
+    weights = None if wish["weights"] is None else list(wish["weights"].values())
+    call = combine_plainly, wish["op"], wish["block"], weights, *futures
+    return call, {ANNOTATION: wish, "priority": priority, **where}
 
 
 async def _check_operands(client: Client, futures: list[Future], count: int) -> None:

@@ -137,7 +137,7 @@ class Combination:
         """
         with self._lock:
             have = min((buffer.received for buffer in self.inputs), default=self.nbytes)
-            while self.error is None:
+            while self.error is None and self.made < have:
                 try:
                     with np.errstate(all="ignore"):
                         count = self._advance(min(have, self.made + PIECE))

@@ -163,6 +163,9 @@ class Reductions:
         run = self.runs[ts.key] = Run(self.hoplite, ts.key, wish)
         for operand in run.operands:
             self.users[operand].add(ts.key)
+        if not ts.dependencies:  # it is not known yet which they will be
+            held = [operand for operand in run.operands if operand in self.scheduler.tasks]
+            self.scheduler.client_desires_keys(keys=held, client=holder(ts.key))
         if wish["timeout"] is not None and known is None:
             loop = asyncio.get_running_loop()
             run.timers.append(loop.call_later(wish["timeout"], self._overdue, run))

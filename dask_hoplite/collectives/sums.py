@@ -443,8 +443,7 @@ class Sum:
         try:
             await asyncio.gather(*takes)
         finally:
-            for taking in takes:
-                await stop(taking)
+            await stop(*takes)
 
     async def _take(self, index: int, lay_out: Callable[[Signature], None]) -> None:
         """Take from one source, until all of it is there."""

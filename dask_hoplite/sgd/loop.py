@@ -14,6 +14,7 @@ from typing import Any
 
 from distributed import Client, Future, KilledWorker
 
+from dask_hoplite.batch import Batch
 from dask_hoplite.core.events import Key
 from dask_hoplite.exceptions import HopliteError
 from dask_hoplite.sgd import work
@@ -95,6 +96,7 @@ class Loop:
 
     def __init__(self, client: Client, plan: Plan, shares: Shares, state: State, nbytes: int):
         self.client = client
+        self.batch = Batch(client)
         self.plan = plan
         self.rule: Rule = plan.job.rule
         self.shares = shares
@@ -179,8 +181,7 @@ class Loop:
             watching.cancel()
             for worker in list(self.contributions):
                 self.drop(worker)
-            for task in list(self.tasks):
-                await stop(task)
+            await stop(*self.tasks)
             self.plan.parts.clear()
             self.failure = None
         self.steps.put_nowait(end)
@@ -257,14 +258,12 @@ class Loop:
         self, function: Any, *args: Any, worker: str, name: str = "", priority: int = 0
     ) -> Future:
         """A task on a worker."""
-        name = name or function.__name__
-        return self.client.submit(
+        return self.batch.submit(
             function,
             *args,
-            key=f"sgd-{name}-{uuid.uuid4().hex}",
+            key=f"sgd-{name or function.__name__}-{uuid.uuid4().hex}",
             workers=[worker],
             allow_other_workers=False,
-            pure=False,
             priority=priority,
         )
 
@@ -345,16 +344,14 @@ class Loop:
         A task that is bound to a worker that has left is never done, and never fails.
         """
         assert future._state is not None
-        waiting = [asyncio.ensure_future(future._state.wait())]
-        for worker in workers:
-            if worker not in self.present:
-                break
-            departure = self.departures.setdefault(worker, asyncio.Event())
-            waiting.append(asyncio.ensure_future(departure.wait()))
-        else:
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        for task in waiting:
-            task.cancel()
+        if set(workers).issubset(self.present):
+            departures = [self.departures.setdefault(w, asyncio.Event()) for w in workers]
+            events: list[Any] = [future._state, *departures]
+            waiting = [asyncio.create_task(event.wait()) for event in events]
+            try:
+                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                await stop(*waiting)
         return bool(future.status == "finished")
 
     def follow_workers(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection
-from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
@@ -199,17 +198,8 @@ class ServedLoop(Loop):
         if type(self.rule).weight is not Rule.weight:
             now = self.state.version
             weights = [self.rule.weight(now - one.version) for one in asked.values()]
-        try:
-            total: Future = await collectives.reduce(
-                [one.future for one in asked.values()],
-                num_objects=count,
-                root=self.server,
-                client=self.client,
-                weights=weights,
-            )
-        except (Exception, CancelledError) as error:  # such as those of operands
-            await self._again(error)
-            return None
+        futures = [one.future for one in asked.values()]
+        total = collectives.first_of(self.batch, futures, count, self.server, weights)
         state = self._update([total], count)  # it follows at once, when nobody has to be asked
         assert total._state is not None
         waiting = asyncio.ensure_future(total._state.wait())

@@ -51,9 +51,12 @@ async def patiently(
         await stop(task)
 
 
-async def stop(task: asyncio.Task[Any]) -> None:
-    """Cancel a task, if it has not ended, and do without what it ended with."""
-    task.cancel()
-    await asyncio.wait({task})
-    if not task.cancelled():
-        task.exception()  # or asyncio complains that nobody has looked at it
+async def stop(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel tasks that have not ended, and do without what they end with."""
+    for task in tasks:  # first: this may itself be cancelled while it waits
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks)
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()  # or asyncio complains that nobody has looked at it

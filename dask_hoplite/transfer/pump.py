@@ -20,9 +20,8 @@ from dask_hoplite.transfer.buffer import Buffer
 from dask_hoplite.transfer.wire import Wire
 
 #: The most that is read or written at once, in bytes: so long do the others wait, and whoever wants
-#: to stop a move (a copy of 4 MiB takes about 1 ms). Far more than a socket holds. And the least
-#: that is tried, since to say where bytes are takes time too.
-PIECE, LEAST = 4 * 2**20, 128 * 2**10
+#: to stop a move (a copy of 4 MiB takes about 1 ms). Far more than a socket holds.
+PIECE = 4 * 2**20
 
 #: Each wake-up has its price, whatever it brings, and so it pays to let bytes gather. All hops
 #: together may be late by this share of the whole transfer; one by so many seconds.
@@ -48,7 +47,9 @@ class Move(ABC):
         self.socket = connection.dup()
         self.buffer = buffer
         self.wire = Wire(buffer)
-        self.stride = LEAST  # what is tried at once: about twice what went the last time
+        # What is tried at once, about twice what went the last time: it takes time to say where all
+        # of it is.
+        self.stride = self.least = 2 * self.wire.unit
         self.interest = 0  # what the pump waits for; only its thread touches this
         self.over = False
         self._lock = threading.Lock()  # held while bytes move
@@ -72,7 +73,7 @@ class Move(ABC):
             return interest
 
     def _passed(self, count: int) -> None:
-        self.stride = min(max(2 * count, LEAST), PIECE)
+        self.stride = min(max(2 * count, self.least), PIECE)
 
     def stop(self) -> bool:
         """Touch neither socket nor buffer from now on; return whether that would have been done."""

@@ -55,22 +55,23 @@ class Wire:
     def pieces(self, start: int, stop: int) -> list[memoryview]:
         """The memory of ``[start, stop)``, or of the first part of it, to receive into."""
         found: list[memoryview] = []
-        index, inside = divmod(start, self.unit)
-        left = stop - start
-        while left > 0 and len(found) < MOST:
-            begin = index * self.block + inside
-            end = min(index * self.block + self.block, self.buffer.nbytes)
-            if begin < end:
-                piece = self._piece(begin, min(end, begin + left))
-            else:
-                first = index * DIGEST
-                piece = self.digests[first + begin - end : first + min(DIGEST, begin - end + left)]
-                if begin - end + len(piece) == DIGEST:
-                    index += 1
-                    inside = -len(piece)
-            found.append(piece)
-            inside += len(piece)
-            left -= len(piece)
+        while start < stop:
+            index, inside = divmod(start, self.unit)
+            begin = index * self.block
+            length = min(self.block, self.buffer.nbytes - begin)
+            end = min(inside + stop - start, length + DIGEST)
+            start += end - inside
+            while inside < min(end, length):
+                piece = self._piece(begin + inside, begin + min(end, length))
+                found.append(piece)
+                inside += len(piece)
+                if len(found) == MOST:
+                    return found
+            if inside < end:
+                digest = index * DIGEST - length
+                found.append(self.digests[digest + inside : digest + end])
+            if len(found) == MOST:
+                return found
         return found
 
     def sealed(self, start: int, stop: int) -> list[memoryview]:
