@@ -21,6 +21,9 @@ from dask_hoplite.bench.workloads import Replicate, Scatter, Tasks, Workload
 
 MIB = 2**20
 
+#: How many graphs of tiny tasks are measured one after the other
+GRAPHS = 5
+
 Figures = dict[str, float]
 
 
@@ -34,12 +37,27 @@ def tiny_tasks(client: Client, shrink: int, hoplite: bool) -> Figures:
 
 
 def tiny_graph(client: Client, shrink: int, hoplite: bool) -> Figures:
-    """A graph of many tiny tasks, half of which take another one."""
+    """A graph of many tiny tasks, half of which take another one.
+
+    The least of several, since whatever disturbs a run makes it longer, and by more than Hoplite
+    does. The first one is not counted: workers are new to their work.
+    """
     half = 5000 // shrink
-    bag = dask.bag.range(half, npartitions=half).map(operator.neg)
-    start = time.perf_counter()
-    wait(client.persist(bag, optimize_graph=False))
-    return {f"graph of {2 * half:,} tiny tasks [s]": time.perf_counter() - start}
+    seconds, processor = [], []
+    for _ in range(1 + GRAPHS):
+        bag = dask.bag.range(half, npartitions=half).map(operator.neg)
+        before = client.run_on_scheduler(time.process_time)
+        start = time.perf_counter()
+        done = client.persist(bag, optimize_graph=False)
+        wait(done)
+        seconds.append(time.perf_counter() - start)
+        processor.append(client.run_on_scheduler(time.process_time) - before)
+        del done
+    label = f"graph of {2 * half:,} tiny tasks"
+    return {
+        f"{label} [s]": min(seconds[1:]),
+        f"{label}, processor of the scheduler [s]": min(processor[1:]),
+    }
 
 
 def busy_workers(client: Client, shrink: int, hoplite: bool) -> Figures:

@@ -153,6 +153,7 @@ async def test_between_streams_and_messages(source, target):
             comm = await connect(listener.contact_address)
             stack.callback(comm.abort)
             stack.callback(over.set)
+            stack.callback((await accepted).abort)
             return comm, await accepted
 
         (sender, inlet), (outlet, receiver) = await pair(source), await pair(target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -12,7 +13,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from distributed import Nanny, Worker, get_worker
+from distributed import Nanny, Worker, get_worker, wait
 from distributed.utils_test import captured_logger
 
 from dask_hoplite import Hoplite, sgd
@@ -237,6 +238,31 @@ async def test_the_client_closes(c, s, *workers):
         await asyncio.wait({loop.running}, timeout=5)
     assert not log.getvalue()
     await training.close()
+
+
+@hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 2)
+async def test_the_end_of_a_training_spares_what_others_gather(c, s, *workers):
+    """Dask gets at once what several ask for, and those who ask for the loss are stopped."""
+    await c.register_plugin(Hoplite())
+    training = await sgd.train(flat, zeros(), anywhere(c, workers), sgd.Sum(0.1), client=c)
+    await anext(training)
+    loop = training._loop
+    await training.close()
+    number, wanted = c.submit(float, 1), c.submit(float, 2)
+    await wait([number, wanted])
+    async with contextlib.AsyncExitStack() as stack:
+        for _ in range(c._gather_semaphore._value):  # all who gather now do it together
+            await stack.enter_async_context(c._gather_semaphore)
+        losing = asyncio.create_task(loop.loss_of(number, workers[0].address))
+        while c._gather_future is None:
+            await asyncio.sleep(0)
+        gathering = asyncio.create_task(c._gather(wanted))
+        while wanted.key not in c._gather_keys:
+            await asyncio.sleep(0)
+        losing.cancel()
+        await asyncio.wait({losing})
+    assert losing.cancelled()
+    assert await gathering == 2.0
 
 
 SCRIPT = """

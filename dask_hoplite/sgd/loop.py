@@ -427,7 +427,10 @@ class Loop:
         """What a report says that a worker makes; NaN if it is lost."""
         try:
             if await self.outcome(reporting, [worker]):
-                return float(await self.client._gather(reporting))
+                # Dask gathers at once what several ask for, and if one of these were cancelled, all
+                # would be: the user's, too.
+                gathering = asyncio.ensure_future(self.client._gather(reporting))
+                return float(await asyncio.shield(gathering))
         except LOSSES as error:
             logger.info("Hoplite: the loss of a step is not known: %s", error)
         return float("nan")
