@@ -217,7 +217,6 @@ def slow_links(pause: float, piece: int = 2**16) -> Iterator[SimpleNamespace]:
     with (
         patch.object(pump.Move, "step", slowly),
         patch.object(pump, "PIECE", piece),
-        patch.object(pump, "LEAST", piece),
         patch.object(pull, "affinity", lambda: ""),  # no shared memory
     ):
         yield pace
