@@ -16,7 +16,7 @@ from dask_hoplite.copies import Copies
 from dask_hoplite.core.events import Key, Pushed, Released
 from dask_hoplite.core.instructions import Cancel, Pull
 from dask_hoplite.entry import ATTEMPTS, enter
-from dask_hoplite.exceptions import TransferError
+from dask_hoplite.exceptions import NotInstalledError, TransferError
 from dask_hoplite.targets import fitting, running
 from dask_hoplite.transfer.buffer import Buffer
 from dask_hoplite.transfer.layout import dump, pack
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from dask_hoplite.scheduler import Hoplite
 
 logger = logging.getLogger(__name__)
+
+#: Why a worker does not expect an object that knows nothing of such a thing
+_NOT_THERE = "has no Hoplite"
 
 
 @dataclass
@@ -121,6 +124,10 @@ class Puts:
             If no worker comes in time.
         ObjectTooLargeError
             If no worker's memory limit allows for an object.
+        NotInstalledError
+            If there is no Hoplite on any of the workers.
+        TransferError
+            If no worker takes an object for other reasons.
         """
         if workers is not None and avoid:
             workers = [
@@ -183,12 +190,19 @@ class Puts:
                 tried[worker] = f"{type(error).__name__}: {error}"
                 self.abort([key], f"{worker} does not answer")
                 continue
-            if answer is None or answer["status"] != "OK":
-                reason = "has no Hoplite" if answer is None else answer["reason"]
-                self.abort([key], reason)
-                raise TransferError(key, f"{worker}: {reason}")
+            if answer is None:  # it broke off while it was to get it: there is nothing to withdraw
+                tried[worker] = _NOT_THERE
+                self._put(key)
+                del self.pending[key]
+                self.hoplite.handle(Released(key))
+                continue
+            if answer["status"] != "OK":
+                self.abort([key], answer["reason"])
+                raise TransferError(key, f"{worker}: {answer['reason']}")
             return self._put(key)  # unless it was given up meanwhile
-        raise TransferError(key, "no worker answers", tried)
+        if set(tried.values()) == {_NOT_THERE}:
+            raise NotInstalledError(f"{key!r} cannot be sent: none of {workers} has Hoplite")
+        raise TransferError(key, "no worker takes it", tried)
 
     async def _copy(self, put: Put, worker: str) -> None:
         reason = await self.copies.acquire(worker, {put.key: put.nbytes})
@@ -315,10 +329,14 @@ class Puts:
         }
         small = {key: value for key, value in data.items() if key not in large}
         workers = None if workers is None else list(workers)
+        if large:
+            try:
+                await self._enter(client, large, workers, broadcast, timeout)
+            except NotInstalledError as error:
+                logger.info("%s: scattered as by a plain Dask scheduler", error)
+                small = data
         if small:
             await self._scatter_plainly(small, workers, client, broadcast, timeout)
-        if large:
-            await self._enter(client, large, workers, broadcast, timeout)
         return list(data)
 
     async def _scatter_plainly(

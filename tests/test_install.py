@@ -63,16 +63,31 @@ async def test_uninstalling_puts_everything_back(c, s, *workers):
 
 @hoplite_cluster()
 async def test_a_worker_that_breaks_off_while_it_is_installed(c, s, *workers):
+    """Others take what is scattered."""
+
     async def break_off(comm, **kwargs):
         comm.abort()
 
-    plain, workers[0].handlers["plugin-add"] = workers[0].handlers["plugin-add"], break_off
+    first = min(workers, key=lambda worker: worker.address)  # to be chosen
+    plain, first.handlers["plugin-add"] = first.handlers["plugin-add"], break_off
     await c.register_plugin(Hoplite())
-    workers[0].handlers["plugin-add"] = plain
+    first.handlers["plugin-add"] = plain
     await asyncio.wait_for(c.register_plugin(Hoplite()), 5)
     x = await c.scatter(array(), broadcast=True)
     assert np.array_equal(await x, array())
     await c.unregister_scheduler_plugin("hoplite")
+
+
+@pytest.mark.parametrize("direct", [None, False])
+@hoplite_cluster()
+async def test_workers_that_all_have_no_hoplite(c, s, *workers, direct):
+    """What is scattered goes Dask's own way."""
+    await c.register_plugin(Hoplite())
+    for worker in workers:
+        await worker.plugin_remove(name="hoplite")
+    for seed, broadcast in enumerate([True, False]):
+        x = await c.scatter(array(seed=seed), broadcast=broadcast, direct=direct)
+        assert np.array_equal(await x, array(seed=seed))
 
 
 @hoplite_cluster()
