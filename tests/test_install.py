@@ -91,6 +91,25 @@ async def test_workers_that_all_have_no_hoplite(c, s, *workers, direct):
 
 
 @hoplite_cluster()
+async def test_a_worker_that_loses_it_between_a_question_and_an_object(c, s, *workers):
+    """As one does that closes. Another one takes the object."""
+    await c.register_plugin(Hoplite())
+    first = min(workers, key=lambda worker: worker.address)
+    expect, accept = (first.handlers[f"hoplite_{name}"] for name in ("expect", "push"))
+
+    async def expect_no_more(**message):
+        del first.handlers["hoplite_push"]
+        return await expect(**message)
+
+    first.handlers["hoplite_expect"] = expect_no_more
+    x = await c.scatter(array())
+    assert "hoplite_push" not in first.handlers
+    assert np.array_equal(await x, array())
+    assert x.key not in first.data
+    first.handlers |= {"hoplite_expect": expect, "hoplite_push": accept}
+
+
+@hoplite_cluster()
 async def test_closing_the_scheduler_ends_timers_of_reductions(c, s, *workers):
     await c.register_plugin(Hoplite())
     late = c.submit(sleep, 3)

@@ -80,11 +80,12 @@ async def _ask(
     while answer is not None and answer["status"] == "wait":  # until there is room for it
         async with asyncio.timeout(timeout):
             answer = await comm.read()
-    if answer is not None and answer["status"] == "gone":
+    if answer is None:  # it is closing, perhaps
+        raise ConnectionError("it has no Hoplite")
+    if answer["status"] == "gone":
         raise ConnectionError(answer["reason"])
-    if answer is None or answer["status"] != "OK":
-        reason = "has no Hoplite" if answer is None else answer["reason"]
-        raise TransferError(key, f"{worker} does not take it: {reason}")
+    if answer["status"] != "OK":
+        raise TransferError(key, f"{worker} does not take it: {answer['reason']}")
     return bool(answer["share"])
 
 
