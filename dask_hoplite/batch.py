@@ -47,7 +47,8 @@ class Batch:
         try:
             if self.client.status not in ("running", "connecting"):  # it would not be sent, quietly
                 raise CommClosedError(f"the client is {self.client.status}")
-            self.client.get(graph, list(layers), sync=False)
+            # Among tasks of equal priority, as those of Client.submit
+            self.client.get(graph, list(layers), sync=False, fifo_timeout="100 ms")
         except Exception as error:  # or a function has no pickle
             for key in layers:
                 if (state := self.client.futures.get(key)) is not None:

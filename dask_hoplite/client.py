@@ -430,6 +430,14 @@ def check(client: Client, futures: Collection[Future]) -> None:
             raise FutureCancelledError(future.key, "it was released or cancelled")
 
 
+async def gathered(client: Client, future: Future) -> Any:
+    """The value of a future, for somebody who may be cancelled.
+
+    Dask gathers together what several ask for at a time, and whoever is cancelled would cancel all.
+    """
+    return await asyncio.shield(asyncio.ensure_future(client._gather(future)))
+
+
 def _is_collection(data: Any) -> bool:
     """Whether Dask scatters the items of this, rather than the whole."""
     return type(data) in (list, tuple, set, frozenset) or (

@@ -29,7 +29,7 @@ import numpy as np
 from dask.sizeof import sizeof
 from distributed import Client, Future, get_client
 
-from dask_hoplite.client import check, extension
+from dask_hoplite.client import check, extension, gathered
 from dask_hoplite.collectives.api import Operation, contributors, reduce
 from dask_hoplite.collectives.members import Members, Query, error_of, settled
 from dask_hoplite.collectives.operands import Op
@@ -303,8 +303,7 @@ class Ensemble:
         self, total: Future, taken: dict[Hashable, Future], some: int | None
     ) -> tuple[Any, tuple[Hashable, ...]]:
         """A result, and the names of those that are in it."""
-        # Clients gather for several at a time: if we are cancelled, others must not be
-        value = await asyncio.shield(asyncio.ensure_future(self.client._gather(total)))
+        value = await gathered(self.client, total)
         if some is None:
             return value, tuple(taken)
         used = {future.key for future in await contributors(total, client=self.client)}

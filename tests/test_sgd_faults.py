@@ -254,11 +254,9 @@ async def test_the_end_of_a_training_spares_what_others_gather(c, s, *workers):
         for _ in range(c._gather_semaphore._value):  # all who gather now do it together
             await stack.enter_async_context(c._gather_semaphore)
         losing = asyncio.create_task(loop.loss_of(number, workers[0].address))
-        while c._gather_future is None:
-            await asyncio.sleep(0)
+        await until(lambda: c._gather_future is not None)
         gathering = asyncio.create_task(c._gather(wanted))
-        while wanted.key not in c._gather_keys:
-            await asyncio.sleep(0)
+        await until(lambda: wanted.key in c._gather_keys)
         losing.cancel()
         await asyncio.wait({losing})
     assert losing.cancelled()

@@ -9,11 +9,13 @@ import os
 import numpy as np
 import pytest
 from distributed.protocol import deserialize, serialize
+from distributed.utils_test import gen_test
 
 from dask_hoplite.core.instructions import Pull
 from dask_hoplite.exceptions import CancelledPullError, SourceFailedError
 from dask_hoplite.transfer.buffer import Buffer
 from dask_hoplite.transfer.layout import Layout, dump, load
+from dask_hoplite.transfer.patience import stop
 from dask_hoplite.transfer.pull import Puller
 from dask_hoplite.transfer.shelf import Shelf
 
@@ -273,3 +275,23 @@ def test_a_buffer_that_has_ended_holds_nobody():
         assert not buffer._followers
         buffer.follow(lambda: None)
         assert not buffer._followers
+
+
+@gen_test()
+async def test_stopped_twice():
+    """Who is cancelled while it stops others has cancelled all of these."""
+
+    async def ends_late():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+
+    tasks = [asyncio.create_task(ends_late()) for _ in range(3)]
+    await asyncio.sleep(0)
+    stopping = asyncio.create_task(stop(*tasks))
+    await asyncio.sleep(0)
+    stopping.cancel()
+    await asyncio.wait([*tasks, stopping])
+    assert all(task.cancelled() for task in tasks)

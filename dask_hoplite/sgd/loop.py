@@ -15,6 +15,7 @@ from typing import Any
 from distributed import Client, Future, KilledWorker
 
 from dask_hoplite.batch import Batch
+from dask_hoplite.client import gathered
 from dask_hoplite.core.events import Key
 from dask_hoplite.exceptions import HopliteError
 from dask_hoplite.sgd import work
@@ -427,10 +428,7 @@ class Loop:
         """What a report says that a worker makes; NaN if it is lost."""
         try:
             if await self.outcome(reporting, [worker]):
-                # Dask gathers at once what several ask for, and if one of these were cancelled, all
-                # would be: the user's, too.
-                gathering = asyncio.ensure_future(self.client._gather(reporting))
-                return float(await asyncio.shield(gathering))
+                return float(await gathered(self.client, reporting))
         except LOSSES as error:
             logger.info("Hoplite: the loss of a step is not known: %s", error)
         return float("nan")

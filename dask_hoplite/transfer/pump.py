@@ -49,7 +49,7 @@ class Move(ABC):
         self.wire = Wire(buffer)
         # What is tried at once, about twice what went the last time: it takes time to say where all
         # of it is.
-        self.stride = self.least = 2 * self.wire.unit
+        self.stride = 2 * self.wire.unit
         self.interest = 0  # what the pump waits for; only its thread touches this
         self.over = False
         self._lock = threading.Lock()  # held while bytes move
@@ -73,7 +73,7 @@ class Move(ABC):
             return interest
 
     def _passed(self, count: int) -> None:
-        self.stride = min(max(2 * count, self.least), PIECE)
+        self.stride = min(2 * max(count, self.wire.unit), PIECE)
 
     def stop(self) -> bool:
         """Touch neither socket nor buffer from now on; return whether that would have been done."""

@@ -55,23 +55,20 @@ class Wire:
     def pieces(self, start: int, stop: int) -> list[memoryview]:
         """The memory of ``[start, stop)``, or of the first part of it, to receive into."""
         found: list[memoryview] = []
-        while start < stop:
+        while start < stop and len(found) < MOST:
             index, inside = divmod(start, self.unit)
             begin = index * self.block
             length = min(self.block, self.buffer.nbytes - begin)
             end = min(inside + stop - start, length + DIGEST)
-            start += end - inside
-            while inside < min(end, length):
-                piece = self._piece(begin + inside, begin + min(end, length))
+            last = min(end, length)
+            while inside < last and len(found) < MOST:
+                piece = self._piece(begin + inside, begin + last)
                 found.append(piece)
                 inside += len(piece)
-                if len(found) == MOST:
-                    return found
-            if inside < end:
+            if inside < end and len(found) < MOST:
                 digest = index * DIGEST - length
                 found.append(self.digests[digest + inside : digest + end])
-            if len(found) == MOST:
-                return found
+            start = index * self.unit + end
         return found
 
     def sealed(self, start: int, stop: int) -> list[memoryview]:
