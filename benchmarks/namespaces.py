@@ -39,17 +39,30 @@ def present(prefix: str) -> list[str]:
 
 
 def remove(names: Iterable[str]) -> None:
-    """Remove namespaces, after killing every process in them."""
+    """Remove namespaces, after killing every process in them.
+
+    Several processes may remove the same ones at the same time.
+    """
     names = list(names)
     deadline = time.monotonic() + 10
-    while pids := [pid for name in names for pid in sh("ip", "netns", "pids", name).split()]:
+    while pids := [pid for name in names for pid in _of_present(name, "pids").split()]:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
         if time.monotonic() > deadline:
             raise LaboratoryError(f"processes of a laboratory do not end: {' '.join(pids)}")
     for name in names:
-        sh("ip", "netns", "del", name)
+        _of_present(name, "del")
+
+
+def _of_present(name: str, verb: str) -> str:
+    """What `ip netns` says of a namespace; nothing if somebody has removed it meanwhile."""
+    try:
+        return sh("ip", "netns", verb, name)
+    except LaboratoryError:
+        if name in present(name):
+            raise
+        return ""
 
 
 @contextlib.contextmanager
