@@ -79,8 +79,9 @@ def once(
     last = cluster.workers - 1
     client = cluster.client()
     client.call("warm_up")
-    slow = case.slow * nbytes / goodput
-    client.call("prepare", timeout, op=op, nbytes=nbytes, goodput=goodput, slow=slow)
+    slow, spare = case.slow * nbytes / goodput, int(case.link or case.slow > 0)
+    how = {"goodput": goodput, "slow": slow, "spare": spare}
+    client.call("prepare", timeout, op=op, nbytes=nbytes, **how)
     record: dict[str, Any] = {}
     try:
         for stage, steps in STAGES.items():
@@ -90,7 +91,9 @@ def once(
                 cluster.replace(last)
             if stage == "away" and case.link:
                 lab.set_rate(last, lab.tenth())
-            record[stage] = client.call("advance", timeout, count=steps)
+            # Plain Dask waits for the slow one.
+            patience = timeout + 2 * steps * SLOW * nbytes / goodput
+            record[stage] = client.call("advance", patience, count=steps)
         record |= client.call("figures", timeout)
         record["correct"] = client.call("correct")
     finally:

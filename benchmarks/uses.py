@@ -51,6 +51,8 @@ class Use(Workload):
         Seconds that the last worker takes longer than others.
     goodput : float
         Bytes per second of a link.
+    spare : int
+        So many models' answers are not waited for.
     """
 
     iterator: Iterator[object]
@@ -62,12 +64,14 @@ class Use(Workload):
         hoplite: bool = False,
         slow: float = 0.0,
         goodput: float = 24e6,
+        spare: int = 0,
     ):
         super().__init__(client, nbytes, hoplite)
         self.server, *self.others = self.workers
         self.k = max(len(self.others) // 2, 1)
         self.slow = slow
         self.goodput = goodput
+        self.spare = spare
 
     @staticmethod
     def crossings(workers: int, per_host: int) -> float:
@@ -270,7 +274,10 @@ class Ensemble(Use):
     def by_hoplite(self, models: list[Future]) -> Iterator[object]:
         from dask_hoplite import serving
 
-        with serving.Ensemble(models, "sum", client=self.client) as ensemble:
+        first = len(models) - self.spare
+        with serving.Ensemble(
+            models, "sum", client=self.client, num_objects=first
+        ) as ensemble:
             waiting = deque(ensemble.submit(self.query()) for _ in range(QUERIES))
             while True:
                 answer = waiting.popleft().result()

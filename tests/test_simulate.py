@@ -298,6 +298,23 @@ def test_a_host_that_gets_slow_and_fast_again(seed):
     assert result.completion < 1.5 * undisturbed.completion
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_a_moment_in_which_all_hosts_are_slow_changes_nothing(seed):
+    """As when a machine is busy elsewhere: each sees it in another of its windows, or in two."""
+    usual = {**PLAIN, "arrivals": 0.3, "cost": CostModel(link=PLAIN["bandwidth"])}
+    undisturbed = simulate(16, 10**9, **usual, seed=seed)
+    all_of_them = ["origin0", *(f"w{index}" for index in range(16))]
+    faults = [
+        Fault(time, kind, worker)
+        for time, kind in ((3.0, "slow"), (3.2, "fast"))
+        for worker in all_of_them
+    ]
+    result = simulate(16, 10**9, **usual, seed=seed, faults=faults)
+    assert not result.violations and not result.failed
+    assert len(result.transfers) == 16, "nobody got another source"
+    assert result.completion < undisturbed.completion + 0.2
+
+
 def test_where_all_are_slow_the_chain_stays():
     """As when others use the network too: passing is tried, does not help, and is left alone."""
     usual = {**PLAIN, "cost": CostModel(link=10 * PLAIN["bandwidth"])}

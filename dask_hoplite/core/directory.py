@@ -45,6 +45,10 @@ SHUN = 40
 #: times as fast. If not, the next trial is after two stall timeouts, then four, and so on.
 TRIAL, GAIN = 0.35, 1.5
 
+#: Less than this share of what a link should carry is clear at once. More, though too little, may be
+#: a moment in which the whole machine was busy elsewhere, and has to be seen twice.
+CLEAR = 0.25
+
 #: By this share of a stall timeout, complaints that are due at once may come one after the other.
 LATE = 1 / 20
 
@@ -202,7 +206,8 @@ class Directory:
             return self._overtaken(event)
         tree = self.trees[event.key]
         self._advance(transfer, event.received)
-        again, transfer.rate = transfer.rate is not None and not transfer.early, event.rate
+        first = transfer.rate is None
+        again, transfer.rate = not first and not transfer.early, event.rate
         transfer.early = False
         passed, transfer.passed = transfer.passed, None
         if event.rate > GAIN * transfer.slow:
@@ -235,14 +240,16 @@ class Directory:
             return self._stay(transfer, "to pass those who are slow has just not helped")
         if peer is not None and self._is_new(peer):
             return self._stay(transfer, f"{source} has just got another source")
+        divided = transfer if peer is None or peer.rate is None else peer
+        if self._is_divided(tree, divided):
+            return self._stay(transfer, f"the link to {divided.receiver} carries other objects too")
+        if first and event.rate >= CLEAR * self.cost.expected:
+            return self._stay(transfer, "it may be slow for a moment only")
         above = tree.transfers.get(peer.source or "") if peer is not None else None
         too_early = max(self._silence_says_nothing(peer), self._silence_says_nothing(above))
         if too_early > 0:
             transfer.early = True
             return self._stay(transfer, "others may be about to complain", again=too_early)
-        divided = transfer if peer is None or peer.rate is None else peer
-        if self._is_divided(tree, divided):
-            return self._stay(transfer, f"the link to {divided.receiver} carries other objects too")
         if peer is None or (peer.rate is None and again):
             tree.slow(transfer)  # if not, its source is, and nobody loses
             return self._stay(transfer, "slow, as nobody else on the way here is")
