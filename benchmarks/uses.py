@@ -275,9 +275,7 @@ class Ensemble(Use):
         from dask_hoplite import serving
 
         first = len(models) - self.spare
-        with serving.Ensemble(
-            models, "sum", client=self.client, num_objects=first
-        ) as ensemble:
+        with serving.Ensemble(models, "sum", client=self.client, num_objects=first) as ensemble:
             waiting = deque(ensemble.submit(self.query()) for _ in range(QUERIES))
             while True:
                 answer = waiting.popleft().result()
