@@ -17,6 +17,7 @@ from rich.table import Table
 
 import dask_hoplite
 from dask_hoplite.bench.command import bench, size_of
+from dask_hoplite.interrupts import interruptible
 
 INTRODUCTION = """\
 A neural network that reads handwritten digits (scikit-learn's MLPClassifier and data set), made \
@@ -96,6 +97,7 @@ def _size(context: click.Context, parameter: click.Parameter, text: str) -> int:
     type=click.File("w", lazy=False),
     help="Write the figures to this file as well.",
 )
+@interruptible()
 def demo(workers: int, size: int, repetitions: int, pause: float, file: IO[str] | None) -> None:
     """Move a model's weights on plain Dask and on Hoplite, and compare.
 

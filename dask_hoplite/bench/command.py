@@ -15,6 +15,8 @@ import click
 from dask.utils import format_bytes, parse_bytes
 from rich.console import Console
 
+from dask_hoplite.interrupts import interruptible
+
 if TYPE_CHECKING:
     from distributed import Client, LocalCluster
 
@@ -143,6 +145,7 @@ class Operations(Several):
     type=click.File("w", lazy=False),
     help="Write all repetitions to this file as well.",
 )
+@interruptible()
 def bench(
     scheduler_address: str | None,
     scheduler_file: IO[str] | None,

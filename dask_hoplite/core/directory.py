@@ -45,8 +45,8 @@ SHUN = 40
 #: times as fast. If not, the next trial is after two stall timeouts, then four, and so on.
 TRIAL, GAIN = 0.35, 1.5
 
-#: Less than this share of what a link should carry is clear at once. More, though too little, may be
-#: a moment in which the whole machine was busy elsewhere, and has to be seen twice.
+#: Less than this share of what a link should carry is clear at once. More, though too little, may
+#: be a moment in which the whole machine was busy elsewhere, and has to be seen twice.
 CLEAR = 0.25
 
 #: By this share of a stall timeout, complaints that are due at once may come one after the other.

@@ -1,0 +1,55 @@
+"""Ctrl-C is heard wherever it comes."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import sys
+import threading
+
+import pytest
+
+from dask_hoplite.interrupts import interruptible
+
+
+def test_in_the_middle_of_something():
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_in_a_callback_of_the_garbage_collector():
+    def interrupt(phase, info):
+        gc.callbacks.remove(interrupt)
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        gc.callbacks.append(interrupt)
+        gc.collect()
+        threading.Event().wait(30)
+        pytest.fail("it was not heard")
+
+
+def test_in_a_destructor():
+    class Last:
+        def __del__(self):
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        Last()
+        threading.Event().wait(30)
+        pytest.fail("it was not heard")
+
+
+def test_other_errors_there_are_printed_as_before(monkeypatch):
+    printed = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda said: printed.append(said.exc_type))
+    hook = sys.unraisablehook
+
+    class Bad:
+        def __del__(self):
+            raise ValueError
+
+    with interruptible():
+        Bad()
+    assert printed == [ValueError]
+    assert sys.unraisablehook is hook
