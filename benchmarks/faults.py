@@ -18,7 +18,14 @@ from distributed import Client, Future, wait
 
 from benchmarks.cluster import ClientProcess, Cluster
 from benchmarks.laboratory import Laboratory
-from dask_hoplite.bench.workloads import Workload, checksum, checksum_of_copy, ends, make
+from dask_hoplite.bench.workloads import (
+    Workload,
+    checksum,
+    checksum_of_copy,
+    ends,
+    make,
+    workers_of,
+)
 
 #: Share of the undisturbed time after which it happens.
 MOMENT = 0.3
@@ -72,7 +79,7 @@ class Spread(Workload):
                     task.result(timeout=1)
                 except Exception as error:
                     errors[index] = f"{type(error).__name__}: {error}"
-        alive = set(self.client.scheduler_info(n_workers=-1)["workers"])
+        alive = set(workers_of(self.client))
         holders = [self.workers[i] for i in others if i not in errors and self.workers[i] in alive]
         found = self.client.run(
             checksum_of_copy, self.array.key, workers=holders, on_error="return"

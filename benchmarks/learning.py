@@ -17,6 +17,7 @@ from distributed import Client, LocalCluster, wait
 from sklearn.datasets import load_digits
 
 from dask_hoplite import Hoplite, sgd
+from dask_hoplite.bench.workloads import workers_of
 
 #: Gradients that a run takes in, samples of each, and units of the hidden layer.
 GRADIENTS, BATCH, HIDDEN = 480, 64, 32
@@ -110,7 +111,7 @@ def rules(workers: int) -> dict[str, tuple[sgd.Rule, int | None, int]]:
 
 def learn(client: Client, name: str, seed: int, slow: float = 0.0) -> tuple[float, float]:
     """Train by one rule: the accuracy, and the seconds that it took."""
-    workers = len(client.scheduler_info(n_workers=-1)["workers"])
+    workers = len(workers_of(client))
     rule, num_objects, steps = rules(workers)[name]
     data = client.map(part_of, range(workers), parts=workers, pure=False)
     wait(data)

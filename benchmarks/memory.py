@@ -36,11 +36,11 @@ def once(system: str, how: str, nbytes: int, shared: bool) -> dict[str, Any]:
         LocalCluster(n_workers=1, memory_limit=limit, **options) as cluster,
         Client(cluster) as client,
     ):
-        [receiver] = client.scheduler_info()["workers"]
+        [receiver] = client.nthreads()
         cluster.new_spec["options"]["memory_limit"] = 2 * COUNT * nbytes
         cluster.scale(2)
         client.wait_for_workers(2)
-        [source] = set(client.scheduler_info()["workers"]) - {receiver}
+        [source] = set(client.nthreads()) - {receiver}
         if system == "hoplite":
             from dask_hoplite import Hoplite
 

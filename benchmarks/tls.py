@@ -31,7 +31,7 @@ def run(nbytes: int, workers: int = 3) -> dict[str, Any]:
     ):
         client.register_plugin(Hoplite())
         assert cluster.scheduler_address.startswith("tls://")
-        first, *others = list(client.scheduler_info()["workers"])
+        first, *others = list(client.nthreads())
         array = client.submit(make, nbytes, 0, workers=[first])
         wait(array)
         expected = client.submit(checksum, array, workers=[first]).result()

@@ -29,6 +29,7 @@ from distributed.utils import silence_logging_cmgr
 
 import dask_hoplite
 from dask_hoplite import Hoplite
+from dask_hoplite.bench.workloads import workers_of
 
 OPERATIONS = ("scatter", "tasks", "gather")
 SYSTEMS = ("plain", "hoplite")
@@ -175,7 +176,7 @@ class Side:
             self.client = Client(self.cluster, set_as_default=False)
             if system == "hoplite":
                 self.client.register_plugin(Hoplite())
-            self.workers = list(self.client.scheduler_info(n_workers=-1)["workers"])
+            self.workers = list(workers_of(self.client))
         except BaseException:
             self.cluster.close()
             raise

@@ -17,7 +17,7 @@ from dask_hoplite import Hoplite, versions
 from dask_hoplite.bench import cluster as shared
 from dask_hoplite.bench import command, link
 from dask_hoplite.bench.cluster import BenchError, SharedCluster, limit, look
-from dask_hoplite.bench.workloads import Tasks, in_order
+from dask_hoplite.bench.workloads import Tasks, in_order, workers_of
 from dask_hoplite.cli import hoplite
 
 SMALL = ["--sizes", "1MiB", "--repetitions", "2", "--wait", "0"]
@@ -129,9 +129,18 @@ def refuse(host):
     raise OSError("no ports here")
 
 
+def test_workers_are_known_whatever_the_client_has_asked_last(cluster, monkeypatch):
+    with Client(cluster, set_as_default=False) as client:
+        monkeypatch.setattr(client, "_scheduler_identity", {"workers": {}})  # as at any moment
+        found = workers_of(client)
+        assert found.keys() == client.nthreads().keys()
+        assert {worker["host"] for worker in found.values()} == {"127.0.0.1"}
+        assert {str(worker["name"]) for worker in found.values()} == {"0", "1"}
+
+
 def test_a_raw_stream(cluster, monkeypatch):
     with Client(cluster, set_as_default=False) as client:
-        a, b = client.scheduler_info()["workers"]
+        a, b = client.nthreads()
         with pytest.raises(OSError):
             client.run(link.fill, "127.0.0.1", 1, workers=[a])
     with SharedCluster(lambda: Client(cluster, set_as_default=False), timeout=60) as c:

@@ -249,7 +249,7 @@ def test_sync_client_and_current_client():
         futures = hoplite.scatter([array(seed=1), array(seed=2)])
         assert np.array_equal(futures[1].result(), array(seed=2))
         assert hoplite.transfers()
-        assert set(hoplite.status()["workers"]) == set(client.scheduler_info()["workers"])
+        assert set(hoplite.status()["workers"]) == set(client.nthreads())
 
 
 def test_command_line_preload():

@@ -19,6 +19,7 @@ from dask_hoplite import Hoplite, NotInstalledError
 from dask_hoplite.bench import link, turns
 from dask_hoplite.bench.operations import OPS, Runner
 from dask_hoplite.bench.turns import Record
+from dask_hoplite.bench.workloads import workers_of
 from dask_hoplite.client import extension
 from dask_hoplite.scheduler import NAME
 
@@ -90,7 +91,7 @@ class SharedCluster:
                 self.found = self.client.run_on_scheduler(look, self.client.id)
             if self.alone:
                 self._check_alone(self.found)
-            self.workers = self.client.scheduler_info(n_workers=-1)["workers"]
+            self.workers = workers_of(self.client)
             if len(self.workers) < 2:
                 raise BenchError(f"It takes two workers, and the cluster has {len(self.workers)}.")
             self.hosts = Counter(str(worker["host"]) for worker in self.workers.values())
@@ -235,7 +236,7 @@ class SharedCluster:
         return record
 
     def _addresses(self) -> set[str]:
-        return set(self.client.scheduler_info(n_workers=-1)["workers"])
+        return set(workers_of(self.client))
 
     def _call(
         self, runner: Runner, method: str, timeout: float | None = None, **arguments: Any

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import dask
 import numpy as np
-from distributed import Client, Future, wait
+from distributed import Client, Future, Scheduler, wait
 
 from dask_hoplite.bench.operands import checksum
 
@@ -37,7 +37,7 @@ class Workload:
         self.client = client
         self.nbytes = nbytes
         self.hoplite = hoplite
-        self.workers = in_order(client.scheduler_info(n_workers=-1)["workers"])
+        self.workers = in_order(workers_of(client))
 
     @staticmethod
     def crossings(workers: int, per_host: int) -> float:
@@ -191,6 +191,24 @@ MOVES: dict[str, type[Workload]] = {
     "gather-task": GatherTask,
     "gather-client": GatherClient,
 }
+
+
+def workers_of(client: Client) -> dict[str, dict[str, Any]]:
+    """What the scheduler knows of its workers: by address ``name``, ``host`` and ``memory_limit``.
+
+    `Client.scheduler_info` may have none of them: every other second the client itself asks for
+    less, and the answer to that may come between.
+    """
+    found: dict[str, dict[str, Any]] = client.run_on_scheduler(_known_workers)
+    return found
+
+
+def _known_workers(dask_scheduler: Scheduler) -> dict[str, dict[str, Any]]:
+    told = ("name", "host", "memory_limit")
+    return {
+        address: {what: getattr(worker, what) for what in told}
+        for address, worker in dask_scheduler.workers.items()
+    }
 
 
 def in_order(workers: Mapping[str, Mapping[str, Any]]) -> list[str]:

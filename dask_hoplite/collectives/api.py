@@ -176,7 +176,7 @@ def allreduce(
 
     Examples
     --------
-    >>> address = list(client.scheduler_info()["workers"])
+    >>> address = list(client.nthreads())
     >>> models = [client.submit(np.full, 1_000_000, n, workers=address[n]) for n in range(3)]
     >>> mean = hoplite.allreduce(models, "mean")
     >>> float(mean.result()[-1])
@@ -268,7 +268,7 @@ def reduce_scatter(
     Examples
     --------
     >>> operands = client.map(np.arange, [6_000_000] * 2, pure=False)
-    >>> blocks = hoplite.reduce_scatter(operands, workers=list(client.scheduler_info()["workers"]))
+    >>> blocks = hoplite.reduce_scatter(operands, workers=list(client.nthreads()))
     >>> [len(block) for block in client.gather(blocks)]
     [2000000, 2000000, 2000000]
     """
