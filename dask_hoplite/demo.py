@@ -30,6 +30,7 @@ from distributed.utils import silence_logging_cmgr
 import dask_hoplite
 from dask_hoplite import Hoplite
 from dask_hoplite.bench.workloads import workers_of
+from dask_hoplite.interrupts import insistent
 
 OPERATIONS = ("scatter", "tasks", "gather")
 SYSTEMS = ("plain", "hoplite")
@@ -69,12 +70,9 @@ class Problem:
         layers = (self.width, self.width)
         how = {"solver": "sgd", "learning_rate_init": 0.1, "batch_size": 50, "random_state": 0}
         model = MLPClassifier(layers, max_iter=self.EPOCHS, **how)
-        with warnings.catch_warnings(record=True) as said:  # also that it has not converged
-            warnings.simplefilter("always")
+        with insistent(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it has not converged, or was interrupted
             model.fit(self.x, self.y)
-        # Scikit-learn takes Ctrl-C for the end of the fit, and only the warning always tells.
-        if any("interrupted" in str(warning.message) for warning in said):
-            raise KeyboardInterrupt
         pairs = zip(model.coefs_, model.intercepts_, strict=True)
         self.weights: Weights = [array for pair in pairs for array in pair]
         self.accuracy = float(model.score(self.held_out, self.truth))

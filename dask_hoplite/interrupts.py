@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 #: Seconds after which an interrupt comes again that came where nothing can be raised.
 AGAIN = 0.1
@@ -37,3 +38,30 @@ def interruptible() -> Iterator[None]:
         yield
     finally:
         sys.unraisablehook = before
+
+
+@contextmanager
+def insistent() -> Iterator[None]:
+    """Raise `KeyboardInterrupt` at the end if Ctrl-C came and what is within took it for its own.
+
+    As scikit-learn does, for which it is the end of a fit. In other threads than the main one,
+    where nothing comes, and where signals are ignored, this does nothing.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    came = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal came
+        came = True
+        before(number, frame)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came:
+        raise KeyboardInterrupt

@@ -104,7 +104,10 @@ def test_interrupted(name):
                 assert process.poll() is None and time.monotonic() < deadline
                 time.sleep(0.1)
             os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-            output, _ = process.communicate(timeout=30)
+            try:
+                output, _ = process.communicate(timeout=30)
+            except subprocess.TimeoutExpired as error:
+                pytest.fail(f"it went on: {(error.output or b'').decode()}")
             assert process.returncode == 1
             assert "Aborted!" in output and "Traceback" not in output
             deadline = time.monotonic() + 5  # for multiprocessing's resource tracker

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from dask_hoplite.interrupts import interruptible
+from dask_hoplite.interrupts import insistent, interruptible
 
 
 def test_in_the_middle_of_something():
@@ -53,3 +53,41 @@ def test_other_errors_there_are_printed_as_before(monkeypatch):
         Bad()
     assert printed == [ValueError]
     assert sys.unraisablehook is hook
+
+
+def test_taken_for_something_else():
+    went_on = []
+    with pytest.raises(KeyboardInterrupt), insistent():
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            went_on.append(True)
+    assert went_on
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_nothing_came():
+    with insistent():
+        pass
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_in_another_thread_it_does_nothing():
+    def within():
+        with insistent():
+            done.append(True)
+
+    done = []
+    thread = threading.Thread(target=within)
+    thread.start()
+    thread.join()
+    assert done
+
+
+def test_where_it_is_ignored_it_stays_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with insistent():
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
