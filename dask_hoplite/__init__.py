@@ -75,7 +75,12 @@ async def dask_setup(server: Any) -> None:
     from distributed import Scheduler
 
     if isinstance(server, Scheduler):
-        server.add_plugin(Hoplite(), idempotent=True)
+        try:
+            plugin = Hoplite()
+        except ValueError as error:
+            logger.error("Hoplite is not installed, as its configuration is wrong: %s", error)
+            return
+        server.add_plugin(plugin, idempotent=True)
     else:
         logger.warning(
             "dask_hoplite is a preload of the scheduler (dask scheduler --preload dask_hoplite), "

@@ -8,7 +8,7 @@ from typing import Any
 from distributed import Client, Future, get_client
 from distributed.client import futures_of, no_default
 
-from dask_hoplite.client import check, extension
+from dask_hoplite.client import ask, check, extension
 from dask_hoplite.exceptions import TransferError
 from dask_hoplite.reporting.representations import Status, Transfers
 
@@ -238,13 +238,11 @@ def status(client: Client | None = None) -> Any:
 
 
 async def _transfers(client: Client) -> Transfers:
-    await extension(client)
-    return Transfers(await client.scheduler.hoplite_transfers())
+    return Transfers(await ask(client, "hoplite_transfers"))
 
 
 async def _status(client: Client) -> Status:
-    await extension(client)
-    return Status(await client.scheduler.hoplite_status())
+    return Status(await ask(client, "hoplite_status"))
 
 
 def _workers(workers: Collection[str] | str | None) -> list[str] | None:

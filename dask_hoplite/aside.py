@@ -51,6 +51,13 @@ class Aside(SchedulerPlugin):
         return None
 
 
+class Again(SchedulerPlugin):
+    """What becomes of a second :class:`dask_hoplite.Hoplite`, by another name: it does nothing."""
+
+    name = NAME
+    idempotent = True
+
+
 def refuse(name: str) -> Callable[..., Any]:
     """What stands for a function of the package: it raises."""
 

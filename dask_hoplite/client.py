@@ -10,14 +10,13 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator
 from contextvars import ContextVar
 from typing import Any
 
-from dask.utils import parse_timedelta
 from distributed import Client, Future
 from distributed.client import FutureCancelledError, no_default
 
 import dask_hoplite
 from dask_hoplite import seams, sizes, versions
 from dask_hoplite.aside import NAME
-from dask_hoplite.config import setting
+from dask_hoplite.config import seconds, setting
 from dask_hoplite.contents import Contents
 from dask_hoplite.core.events import Key
 from dask_hoplite.entry import enter, lay_out
@@ -84,6 +83,22 @@ async def extension(client: Client) -> ClientExtension:
     return install(client, hello["min_size"], hello["stall_timeout"], hello["push_timeout"])
 
 
+async def ask(client: Client, what: str, **arguments: Any) -> Any:
+    """What the scheduler's Hoplite answers.
+
+    Raises
+    ------
+    NotInstalledError
+        As :func:`extension` does, also if somebody else has uninstalled it meanwhile.
+    """
+    known = await extension(client)
+    answer = await getattr(client.scheduler, what)(**arguments)
+    if answer is None:
+        known.uninstall()
+        await extension(client)
+    return answer
+
+
 def install(
     client: Client,
     min_size: int,
@@ -139,7 +154,7 @@ class ClientExtension:
         self.contents = Contents()
         #: What must come to its end, whatever becomes of the call that it was a part of
         self.giving_up: set[asyncio.Future[Any]] = set()
-        self.connect_timeout = parse_timedelta(setting("connect-timeout"))
+        self.connect_timeout = seconds("connect-timeout", setting("connect-timeout"))
 
     @property
     def client(self) -> Client:

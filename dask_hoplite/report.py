@@ -16,7 +16,7 @@ from distributed import Client, get_client
 from distributed.client import futures_of
 
 import dask_hoplite
-from dask_hoplite.client import extension
+from dask_hoplite.client import ask
 from dask_hoplite.core.events import Key
 from dask_hoplite.exceptions import ReportError
 from dask_hoplite.reporting.page import Names, part
@@ -78,8 +78,7 @@ def report(
 
 
 async def _report(client: Client, keys: Sequence[Key], path: Path) -> str:
-    await extension(client)
-    told = await client.scheduler.hoplite_report(keys=list(keys))
+    told = await ask(client, "hoplite_report", keys=list(keys))
     # 10,000 transfers take more than a second, and this loop may be that of a worker.
     await asyncio.to_thread(lambda: path.write_text(page(told), encoding="utf-8"))
     return str(path)

@@ -26,7 +26,7 @@ from distributed.scheduler import TaskState, WorkerState
 
 import dask_hoplite
 from dask_hoplite import dashboard, lost_object, metrics, seams, versions
-from dask_hoplite.aside import NAME, Aside
+from dask_hoplite.aside import NAME, Again, Aside
 from dask_hoplite.collectives.reductions import Reductions
 from dask_hoplite.collectives.starting import ANNOTATION
 from dask_hoplite.config import Config
@@ -114,7 +114,8 @@ class Hoplite(SchedulerPlugin):
     async def start(self, scheduler: Scheduler) -> None:
         """Install on a scheduler, and on its present and future workers."""
         installing = scheduler.extensions.get(NAME)
-        if installing is not None:  # another client is doing so at this very moment
+        if installing is not None:  # by another name, or another client is just doing so
+            self.__class__ = Again  # type: ignore[assignment]
             await installing.ready.wait()
             return
         if reason := versions.check(seams.SCHEDULER, scheduler):
@@ -245,17 +246,22 @@ class Hoplite(SchedulerPlugin):
 
     def remove_plugin(self, name: str | None = None) -> None:
         """In place of :meth:`distributed.Scheduler.remove_plugin`, which has no hook."""
-        self.plain_remove_plugin(name)
-        if name == NAME:
+        if self._is_removed_by(name):
             self._uninstall()
             self.scheduler._ongoing_background_tasks.call_soon(self._leave_workers)
 
     async def unregister(self, name: str) -> None:
         """In place of :meth:`distributed.Scheduler.unregister_scheduler_plugin`."""
-        self.plain_remove_plugin(name)
-        if name == NAME:
+        if self._is_removed_by(name):
             self._uninstall()
             await self._leave_workers()
+
+    def _is_removed_by(self, name: str | None) -> bool:
+        """Remove a plugin, and say whether it was this one, which may have any name."""
+        plugins = self.scheduler.plugins
+        was_there = self in plugins.values()
+        self.plain_remove_plugin(name)
+        return was_there and self not in plugins.values()
 
     async def _leave_workers(self) -> None:
         if NAME in self.scheduler.worker_plugins:

@@ -22,6 +22,8 @@ async def running(
     scheduler: Scheduler, workers: Collection[str] | None, timeout: float | str | None
 ) -> list[WorkerState]:
     """The running ones among the workers that are meant; wait for a first one."""
+    if workers is not None and not workers:
+        raise ValueError("No workers are named: the list is empty")
     timeout = parse_timedelta(timeout)
     deadline = time.monotonic() + (timeout or 0)
     while True:

@@ -12,6 +12,14 @@ import pytest
 from dask_hoplite.interrupts import insistent, interruptible
 
 
+@pytest.fixture(autouse=True)
+def usual_handler():
+    """Ctrl-C as Python has it; other tests' libraries leave handlers behind."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def test_in_the_middle_of_something():
     with pytest.raises(KeyboardInterrupt), interruptible():
         signal.raise_signal(signal.SIGINT)
