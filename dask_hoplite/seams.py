@@ -253,6 +253,7 @@ CLIENT = (
             "direct_to_workers",
             "futures",
             "rpc",
+            "scheduler_comm",
         )
     ),
 )
