@@ -67,6 +67,12 @@ def digits(client: Client, nbytes: int) -> tuple[np.ndarray, np.ndarray]:
     return tiled(nbytes // DIGIT)
 
 
+def digits_there(client: Client, nbytes: int) -> tuple[Any, Any]:
+    """Many digits, on the workers, as arrays of Dask."""
+    x, y = (persisted(client, array) for array in blocks(*tiled(nbytes // DIGIT)))
+    return x, y
+
+
 def few_digits(client: Client, nbytes: int) -> tuple[np.ndarray, np.ndarray]:
     """Fewer of them; nothing is large."""
     return tiled(2048)
@@ -332,6 +338,7 @@ PROGRAMS = {
     "post-fit": Program(forest, parallel_post_fit),
     "incremental": Program(few_digits, incremental, hot=False),
     "dask-grid-search": Program(digits, dask_grid_search),
+    "dask-grid-search-blocks": Program(digits_there, dask_grid_search),
     "array": Program(film_and_average, difference),
     "xarray": Program(film, anomaly),
     "join": Program(frames, broadcast_join),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from distributed import Client, Future, get_client
+from distributed import Client, Future
 from distributed.client import futures_of, no_default
 
-from dask_hoplite.client import ask, check, extension
+from dask_hoplite.client import ask, check, extension, or_current
 from dask_hoplite.exceptions import TransferError
 from dask_hoplite.reporting.representations import Status, Transfers
 
@@ -67,7 +67,7 @@ def broadcast(
     >>> client.submit(lambda weights, i: float(weights[i]), weights, 7).result()
     7.0
     """
-    client = client or get_client()
+    client = or_current(client)
     return client.sync(_broadcast, client, x, _workers(workers), timeout)
 
 
@@ -131,7 +131,7 @@ def scatter(
     >>> float(client.submit(np.sum, ones).result())
     1000000.0
     """
-    client = client or get_client()
+    client = or_current(client)
     return client.sync(_scatter, client, values, _workers(workers))
 
 
@@ -171,7 +171,7 @@ def gather(futures: Any, client: Client | None = None) -> Any:
     >>> values["small"].nbytes, values["large"][0].nbytes
     (8000000, 16000000)
     """
-    client = client or get_client()
+    client = or_current(client)
     return client.sync(_gather, client, futures)
 
 
@@ -206,7 +206,7 @@ def transfers(client: Client | None = None) -> Any:
     >>> sum(t["nbytes"] for t in hoplite.transfers() if t["key"] == weights.key)
     24000000
     """
-    client = client or get_client()
+    client = or_current(client)
     return client.sync(_transfers, client)
 
 
@@ -233,7 +233,7 @@ def status(client: Client | None = None) -> Any:
     >>> [weights.key in worker["whole"] for worker in hoplite.status()["workers"].values()]
     [True, True, True]
     """
-    client = client or get_client()
+    client = or_current(client)
     return client.sync(_status, client)
 
 

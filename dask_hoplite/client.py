@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator
 from contextvars import ContextVar
 from typing import Any
 
-from distributed import Client, Future
+from distributed import Client, Future, get_client
 from distributed.client import FutureCancelledError, no_default
 
 import dask_hoplite
@@ -54,6 +54,19 @@ async def _register_async(client: Client, plugin: Hoplite, name: str, idempotent
         await extension(client)
     except NotInstalledError as error:
         warnings.warn(f"{error}; this client goes on as a plain Dask client", stacklevel=2)
+
+
+def or_current(client: Client | None) -> Client:
+    """A client, or the current one if none is given; inside a task the worker's.
+
+    Raises
+    ------
+    TypeError
+        If it is something else, as the address of a scheduler.
+    """
+    if client is not None and not isinstance(client, Client):
+        raise TypeError(f"client is a distributed.Client, not {client!r}")
+    return client or get_client()
 
 
 async def extension(client: Client) -> ClientExtension:
@@ -453,6 +466,8 @@ class ClientExtension:
 def check(client: Client, futures: Collection[Future]) -> None:
     """Refuse futures that cannot be used with this client, at once and by name."""
     for future in futures:
+        if not isinstance(future, Future):
+            raise TypeError(f"{future!r} is not a future, but of type {type(future).__name__}")
         if future.client is not client:
             raise ValueError(
                 f"{future.key!r} is a future of client {future.client.id}, not of {client.id}"

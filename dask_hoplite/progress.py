@@ -10,7 +10,7 @@ from html import escape
 from typing import Any
 
 from dask.utils import format_bytes
-from distributed import Client, Future, get_client
+from distributed import Client, Future
 from distributed.client import futures_of
 from distributed.comm.core import CommClosedError
 from distributed.core import connect, send_recv
@@ -18,7 +18,7 @@ from distributed.diagnostics.progress import format_time
 from distributed.diagnostics.progressbar import ProgressBar, ProgressWidget, TextProgressBar
 from distributed.utils import is_kernel
 
-from dask_hoplite.client import check, extension
+from dask_hoplite.client import check, extension, or_current
 
 #: Of what the scheduler says when the futures of the client are not wanted any more
 GONE = {"status": "error", "all": 0, "remaining": 0, "wanted": 0, "copies": 0, "waiting": 0}
@@ -180,7 +180,7 @@ def progress(
     found: list[Future] = futures_of(futures)
     if not found:
         raise TypeError(f"progress is of futures, and there is none in a {type(futures).__name__}")
-    client = client or found[0].client or get_client()
+    client = or_current(client or found[0].client)
     check(client, found)
     kind = _kind(is_kernel() if notebook is None else notebook)
     bar = kind(found, scheduler=client.scheduler.address, interval=interval, start=False)

@@ -12,11 +12,11 @@ from typing import Any
 
 from dask.core import iskey
 from dask.utils import format_bytes
-from distributed import Client, get_client
+from distributed import Client
 from distributed.client import futures_of
 
 import dask_hoplite
-from dask_hoplite.client import ask
+from dask_hoplite.client import ask, or_current
 from dask_hoplite.core.events import Key
 from dask_hoplite.exceptions import ReportError
 from dask_hoplite.reporting.page import Names, part
@@ -73,7 +73,7 @@ def report(
     else:
         raise TypeError(f"a report is of futures or of a key, not of a {type(futures).__name__}")
     path = Path(filename).absolute()
-    client = client or (found[0].client if found else None) or get_client()
+    client = or_current(client or (found[0].client if found else None))
     return client.sync(_report, client, keys, path)
 
 

@@ -27,9 +27,9 @@ from typing import Any
 
 import numpy as np
 from dask.sizeof import sizeof
-from distributed import Client, Future, get_client
+from distributed import Client, Future
 
-from dask_hoplite.client import check, extension, gathered
+from dask_hoplite.client import check, extension, gathered, or_current
 from dask_hoplite.collectives.api import Operation, contributors, reduce
 from dask_hoplite.collectives.members import Members, Query, error_of, settled
 from dask_hoplite.collectives.operands import Op
@@ -111,7 +111,7 @@ class Ensemble:
         timeout: float | None = None,
         quorum: int = 1,
     ):
-        self.client = client or get_client()
+        self.client = or_current(client)
         named = dict(models) if isinstance(models, Mapping) else dict(enumerate(models))
         if not named:
             raise ValueError("there are no models")

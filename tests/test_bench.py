@@ -197,6 +197,13 @@ def test_no_scheduler(address, monkeypatch):
     result = bench("--scheduler-address", address)
     assert result.exit_code == 1
     assert f"No scheduler answers at {address}" in result.stderr
+
+
+def test_no_address(monkeypatch):
+    monkeypatch.setattr("distributed.Client", None)  # one that never connects closes slowly
+    result = bench("--scheduler-address", "nonsense")
+    assert result.exit_code == 1
+    assert "No scheduler answers at nonsense: missing port number" in result.stderr
     assert isinstance(result.exception, SystemExit)
 
 

@@ -56,8 +56,10 @@ async def test_arguments(c, s, *workers, name):
         with pytest.raises(TypeError, match=type(wrong).__name__):
             await call([*futures, wrong], client=c)
     for wrong in (5, None, futures[0], np.ones(3)):
-        with pytest.raises(TypeError):
+        with pytest.raises(TypeError, match=r"several futures|an operand is a future"):
             await call(wrong, client=c)
+    with pytest.raises(TypeError, match=r"client is a distributed\.Client, not 'tcp://"):
+        call(futures, client=s.address)
     assert not leftovers(s, workers).keys() - {"tasks"} - {(w.name, "data") for w in workers}
 
 
@@ -198,6 +200,8 @@ async def test_contributors_of_something_else(c, s, *workers):
     [x] = put(c, powers(1), workers)
     with pytest.raises(ValueError, match=x.key):
         await hoplite.contributors(x, client=c)
+    with pytest.raises(TypeError, match="'a-key' is not a future, but of type str"):
+        await hoplite.contributors("a-key", client=c)
     broken = await hoplite.reduce([x, c.submit(when, "go", "text")], client=c)
     asking = asyncio.create_task(hoplite.contributors(broken, client=c))
     await Event("go", client=c).set()

@@ -527,7 +527,7 @@ async def test_without_bokeh(monkeypatch):
         return None if name == "bokeh" else find_spec(name, *args)
 
     monkeypatch.setattr(importlib.util, "find_spec", without_bokeh)
-    with captured_logger("dask_hoplite", level=logging.INFO) as log:
+    with captured_logger("dask_hoplite", level=logging.WARNING) as log:  # which people see
         async with cluster(dashboard=False) as (c, _s, _):
             await c.register_plugin(Hoplite())
             assert np.array_equal(await hosted(c), array())

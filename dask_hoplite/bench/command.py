@@ -220,10 +220,12 @@ def address_in(file: IO[str]) -> str:
 def connect(address: str) -> Client:
     """A client of a scheduler, which does not become the current one."""
     from distributed import Client
+    from distributed.comm.addressing import get_address_host_port
 
     from dask_hoplite.bench.cluster import BenchError
 
     try:
+        get_address_host_port(address)  # a client of what is no address does not get closed
         return Client(address, timeout=PATIENCE, set_as_default=False)
     except (OSError, ValueError, TypeError) as error:
         raise BenchError(f"No scheduler answers at {address}: {error}") from error

@@ -13,11 +13,11 @@ from typing import Any
 import dask
 import numpy as np
 from dask.utils import parse_timedelta
-from distributed import Client, Future, get_client
+from distributed import Client, Future
 from distributed.protocol.pickle import dumps, loads
 
 from dask_hoplite.batch import Batch
-from dask_hoplite.client import check, extension
+from dask_hoplite.client import check, extension, or_current
 from dask_hoplite.collectives.operands import Op, block_of, combine_here, weigh
 from dask_hoplite.collectives.starting import ANNOTATION
 from dask_hoplite.exceptions import NotInstalledError, TransferError
@@ -130,7 +130,7 @@ def reduce(
     >>> float(step.result()[0]) == sum(float(gradient.result()[0]) for gradient in used)
     True
     """
-    client = client or get_client()
+    client = or_current(client)
     wish = _wish(Op.of(op), num_objects, timeout, ordered, weights)
     named = [] if root is None else [root]
     return client.sync(_submit, client, "reduce", futures, wish, named)
@@ -184,7 +184,7 @@ def allreduce(
     >>> len(client.who_has()[mean.key])
     3
     """
-    client = client or get_client()
+    client = or_current(client)
     wish = _wish(Op.of(op), num_objects, timeout, ordered, weights)
     named = _named(workers)
     wish["spread"] = "workers" if named else "contributors"
@@ -225,7 +225,7 @@ def allgather(
     >>> client.submit(lambda parts: [str(part[0]) for part in parts], everything).result()
     ['a', 'b']
     """
-    client = client or get_client()
+    client = or_current(client)
     wish = _wish(None)
     named = _named(workers)
     wish["spread"] = "workers" if named else "contributors"
@@ -272,7 +272,7 @@ def reduce_scatter(
     >>> [len(block) for block in client.gather(blocks)]
     [2000000, 2000000, 2000000]
     """
-    client = client or get_client()
+    client = or_current(client)
     return client.sync(_reduce_scatter, client, futures, _wish(Op.of(op)), _named(workers))
 
 
@@ -280,7 +280,7 @@ async def _reduce_scatter(
     client: Client, futures: Iterable[Future], wish: dict[str, Any], named: list[str]
 ) -> list[Future]:
     await extension(client)
-    futures = list(futures)
+    futures = _operands(futures)
     await _check_operands(client, futures, len(futures))
     keys = [future.key for future in futures]
     if not named:
@@ -334,7 +334,7 @@ def contributors(future: Future, client: Client | None = None) -> Any:
     >>> len(hoplite.contributors(hoplite.reduce(operands, num_objects=2)))
     2
     """
-    client = client or get_client()
+    client = or_current(client)
     return client.sync(_contributors, client, future)
 
 
@@ -415,7 +415,7 @@ async def _submit(
 ) -> Future:
     """Ask for a reduction."""
     await extension(client)
-    futures = list(futures)
+    futures = _operands(futures)
     # If not all are needed, it is not known yet what the task depends on.
     some = wish["count"] is not None or wish["timeout"] is not None
     wish["count"] = len(futures) if wish["count"] is None else wish["count"]
@@ -488,6 +488,13 @@ def _call(
     weights = None if wish["weights"] is None else list(wish["weights"].values())
     call = combine_plainly, wish["op"], wish["block"], weights, *futures
     return call, {ANNOTATION: wish, "priority": priority, **where}
+
+
+def _operands(futures: Iterable[Future]) -> list[Future]:
+    """What is to be combined, of whatever is given for it."""
+    if isinstance(futures, Future) or not isinstance(futures, Iterable):
+        raise TypeError(f"operands are several futures, as in a list, not one {futures!r}")
+    return list(futures)
 
 
 async def _check_operands(client: Client, futures: list[Future], count: int) -> None:

@@ -34,7 +34,7 @@ def install(scheduler: Scheduler) -> None:
         Its HTTP server may be running.
     """
     if importlib.util.find_spec("bokeh") is None:
-        logger.info("Hoplite: no page in the dashboard, as Bokeh is not installed")
+        logger.warning("Hoplite: no page in the dashboard, as Bokeh is not installed")
         return
     if reason := versions.check(seams.DASHBOARD, scheduler):
         logger.warning("Hoplite: no page in the dashboard: %s", reason)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from distributed import Client, Future, get_client
+from distributed import Client, Future
 
-from dask_hoplite.client import check, extension
+from dask_hoplite.client import check, extension, or_current
 from dask_hoplite.collectives.operands import flatten
 from dask_hoplite.sgd import work
 from dask_hoplite.sgd.data import parts_of
@@ -103,7 +103,7 @@ def train(
     worker that joins gets the newest parameters, and takes over half of the parts of the one that
     has the most. Of the versions of the parameters, only those are kept that are in use.
     """
-    client = client or get_client()
+    client = or_current(client)
     if not callable(gradient):
         raise TypeError(f"a gradient is computed by a function, not by {gradient!r}")
     if not isinstance(rule, Rule):
