@@ -37,6 +37,7 @@ def install(scheduler: Scheduler, describe: Callable[[TaskState], Exception | No
 
     def memory_forgotten(scheduler: Scheduler, key: Key, stimulus_id: str, **kwargs: Any) -> Any:
         ts = scheduler.tasks[key]
+        _need_no_more(ts)
         if not ts.who_has and not ts.run_spec and (error := describe(ts)) is not None:
             doomed.update(dict.fromkeys(_forgotten_with(ts), Serialized(*serialize(error))))
         return forget(table["memory", "forgotten"], key, stimulus_id, **kwargs)
@@ -55,6 +56,18 @@ def install(scheduler: Scheduler, describe: Callable[[TaskState], Exception | No
 def uninstall(scheduler: Scheduler) -> None:
     """Put Dask's transitions back."""
     scheduler.__dict__.pop("_TRANSITIONS_TABLE", None)
+
+
+def _need_no_more(lost: TaskState) -> None:
+    """Count for no worker any more what its tasks were to fetch and cannot have.
+
+    Dask takes it from the tasks, and does not find it there when it takes these from the workers:
+    they would seem busy for ever.
+    """
+    for dependent in lost.dependents:
+        ws = dependent.processing_on
+        if ws is not None and lost in ws.needs_what:
+            ws._dec_needs_replica(lost)
 
 
 def _forgotten_with(lost: TaskState) -> Iterator[Key]:

@@ -109,6 +109,7 @@ PACKAGE = (
         "ActiveMemoryManagerPolicy ReduceReplicas SuggestionGenerator",
     ),
     *_names("distributed.client", "FutureCancelledError futures_of no_default"),
+    *_names("distributed.comm.addressing", "get_address_host_port"),
     *_names("distributed.comm.core", "Comm CommClosedError"),
     *_names("distributed.comm.tcp", "TCP TLS convert_stream_closed_error"),
     *_names("distributed.core", "ConnectionPool ErrorMessage Status"),
@@ -203,6 +204,7 @@ SCHEDULER = (
         transition="key start finish stimulus_id",
         valid_workers_downscaling="scheduler workers",
     ),
+    Seam("distributed.scheduler:WorkerState._dec_needs_replica", "ts"),
     Seam("distributed.active_memory_manager:ActiveMemoryManagerExtension.add_policy", "policy"),
     Seam("distributed.active_memory_manager:ReduceReplicas.run", "", replaced=True),
     # Looked at
@@ -225,6 +227,8 @@ SCHEDULER = (
         )
     ),
     Seam("distributed.scheduler:TaskState.__slots__", item="_queueable"),
+    Seam("distributed.scheduler:TaskState.__slots__", item="processing_on"),
+    Seam("distributed.scheduler:WorkerState.__slots__", item="needs_what"),
     Seam("distributed.scheduler:TaskState.__slots__", item="loose_restrictions"),
     Seam("distributed.scheduler:TaskState.__slots__", item="worker_restrictions"),
 )

@@ -31,7 +31,7 @@ def left(s, workers):
 
 
 @pytest.mark.parametrize("case", CASES)
-@hoplite_cluster(timeout=100, scheduler_kwargs={"validate": False})
+@hoplite_cluster(timeout=100)
 async def test_without_a_pause(c, s, *workers, case):
     rounds = 200 if case == "scatter to all, use, drop" else 40
     async with Client(s.address, asynchronous=True, set_as_default=False) as other:

@@ -312,8 +312,7 @@ LOST = (ObjectLostError, ReductionError, CancelledError)
 )
 @pytest.mark.parametrize("where", ["on the way", "before"])
 def test_what_is_lost_and_cannot_be_computed(op, where):
-    # Dask's own account of occupancy is wrong afterwards, as its validation finds.
-    @hoplite_cluster(scheduler_kwargs={"validate": False})
+    @hoplite_cluster()
     async def test(c, s, *workers):
         await c.register_plugin(Hoplite())
         operands = await scattered(c, workers)

@@ -42,8 +42,7 @@ async def test_losing_scattered_data_fails_all_who_wait_and_names_it(c, s, a, b,
     await until(lambda: not s.tasks)
 
 
-# Dask's own account of such a worker's occupancy is wrong afterwards, as its validation finds.
-@hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 2, scheduler_kwargs={"validate": False})
+@hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 2)
 async def test_a_worker_forgets_tasks_whose_data_are_lost(c, s, a, b):
     await c.register_plugin(Hoplite())
     x = await c.scatter(array(), workers=[a.address], hash=False)
@@ -56,6 +55,7 @@ async def test_a_worker_forgets_tasks_whose_data_are_lost(c, s, a, b):
         await y
     await until(lambda: not b.state.tasks)
     await until(lambda: not b.plugins["hoplite"].puller.incoming)
+    assert not s.workers[b.address].occupancy, "it does not wait for it any more"
 
 
 async def never(**kwargs):
