@@ -84,6 +84,13 @@ async def test_a_task_brings_the_source_of_its_dependency(c, s, *workers):
     await c.register_plugin(Hoplite())
     asked = []
     s.handlers["hoplite_tell"] = asked.append
+    serve = workers[0].handlers["hoplite_pull"]
+
+    async def serve_when_all_have_come(comm, key, **how):
+        await until(lambda: len(plugin(s).directory.trees[key].transfers) == 3)
+        return await serve(comm, key=key, **how)
+
+    workers[0].handlers["hoplite_pull"] = serve_when_all_have_come
     for seed in range(2):  # tasks come in order of submission, and so do the links of the chain
         x = hosted(c, worker=workers[0].address, seed=seed)
         await x
