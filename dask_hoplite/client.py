@@ -32,10 +32,6 @@ logger = logging.getLogger(__name__)
 #: Objects that a client sends, or receives, at a time.
 SLOTS = 8
 
-#: Seconds for which messages to the scheduler gather. Dask lets them for 10 ms, so that the second
-#: of two tasks begins so much later: a quarter of the time that 1 MiB takes at 200 Mbit/s.
-GATHER = 0.001
-
 #: What the user said of ``direct=`` in the gather that is going on; None: nothing.
 _direct: ContextVar[bool | None] = ContextVar("direct", default=None)
 
@@ -189,7 +185,6 @@ class ClientExtension:
         self.client._gather = self._gather  # type: ignore[method-assign]
         self.client._gather_remote = self._gather_remote  # type: ignore[method-assign]
         self.client.unregister_scheduler_plugin = self._unregister  # type: ignore[method-assign]
-        self.plain_gathering = self._let_gather(GATHER)
         sizes.install(self)
         self.installed = True
 
@@ -198,19 +193,8 @@ class ClientExtension:
         if (client := self._client()) is not None:
             for name in ("_scatter", "_gather", "_gather_remote", "unregister_scheduler_plugin"):
                 client.__dict__.pop(name, None)
-            self._let_gather(self.plain_gathering)
         sizes.uninstall(self)
         self.installed = False
-
-    def _let_gather(self, interval: float) -> float:
-        """For how long messages to the scheduler gather from now on; return for how long before.
-
-        Dask's own figure is back after the client has lost its scheduler and found it again.
-        """
-        if (stream := self.client.scheduler_comm) is None:  # it is closed
-            return interval
-        before, stream.interval = stream.interval, interval
-        return before
 
     def _unregister(self, name: str) -> Any:
         """In place of :meth:`distributed.Client.unregister_scheduler_plugin`."""

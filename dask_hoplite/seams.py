@@ -257,7 +257,6 @@ CLIENT = (
             "direct_to_workers",
             "futures",
             "rpc",
-            "scheduler_comm",
         )
     ),
 )
