@@ -22,6 +22,7 @@ from dask_hoplite.core.events import Key
 from dask_hoplite.entry import enter, lay_out
 from dask_hoplite.exceptions import NotInstalledError
 from dask_hoplite.fetch import Asking, Fetch
+from dask_hoplite.pace import Pace
 from dask_hoplite.scheduler import Hoplite
 from dask_hoplite.transfer.buffer import Buffer
 from dask_hoplite.transfer.push import push
@@ -31,6 +32,15 @@ logger = logging.getLogger(__name__)
 
 #: Objects that a client sends, or receives, at a time.
 SLOTS = 8
+
+#: Methods of a client in whose place ours are
+REPLACED = (
+    "_scatter",
+    "_gather",
+    "_gather_remote",
+    "_send_to_scheduler_safe",
+    "unregister_scheduler_plugin",
+)
 
 #: What the user said of ``direct=`` in the gather that is going on; None: nothing.
 _direct: ContextVar[bool | None] = ContextVar("direct", default=None)
@@ -165,6 +175,7 @@ class ClientExtension:
         self.reached: set[str] = set()
         self.unreachable: set[str] = set()
         self.contents = Contents()
+        self.pace = Pace()
         #: What must come to its end, whatever becomes of the call that it was a part of
         self.giving_up: set[asyncio.Future[Any]] = set()
         self.connect_timeout = seconds("connect-timeout", setting("connect-timeout"))
@@ -185,14 +196,16 @@ class ClientExtension:
         self.client._gather = self._gather  # type: ignore[method-assign]
         self.client._gather_remote = self._gather_remote  # type: ignore[method-assign]
         self.client.unregister_scheduler_plugin = self._unregister  # type: ignore[method-assign]
+        self.client._send_to_scheduler_safe = self._send  # type: ignore[method-assign]
         sizes.install(self)
         self.installed = True
 
     def uninstall(self) -> None:
         """Put the client's methods back."""
         if (client := self._client()) is not None:
-            for name in ("_scatter", "_gather", "_gather_remote", "unregister_scheduler_plugin"):
+            for name in REPLACED:
                 client.__dict__.pop(name, None)
+        self.pace.stop()
         sizes.uninstall(self)
         self.installed = False
 
@@ -201,6 +214,13 @@ class ClientExtension:
         if name == NAME:
             self.uninstall()
         return type(self.client).unregister_scheduler_plugin(self.client, name)
+
+    def _send(self, msg: Any) -> None:
+        """In place of :meth:`distributed.Client._send_to_scheduler_safe`."""
+        client = self.client
+        if client.scheduler_comm is not None:
+            self.pace.follow(client.scheduler_comm)
+        type(client)._send_to_scheduler_safe(client, msg)
 
     # Scatter
 

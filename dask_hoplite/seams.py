@@ -112,6 +112,7 @@ PACKAGE = (
     *_names("distributed.comm.addressing", "get_address_host_port"),
     *_names("distributed.comm.core", "Comm CommClosedError"),
     *_names("distributed.comm.tcp", "TCP TLS convert_stream_closed_error"),
+    *_names("distributed.batched", "BatchedSend"),
     *_names("distributed.core", "ConnectionPool ErrorMessage Status"),
     *_names("distributed.core", "context_meter_to_server_digest error_message send_recv"),
     *_names("distributed.metrics", "context_meter time"),
@@ -241,6 +242,7 @@ CLIENT = (
     ),
     Seam(f"{_CLIENT}._gather", "futures errors direct local_worker", replaced=True),
     Seam(f"{_CLIENT}._gather_remote", "direct local_worker", replaced=True),
+    Seam(f"{_CLIENT}._send_to_scheduler_safe", "msg", replaced=True),
     Seam(f"{_CLIENT}.unregister_scheduler_plugin", "name", replaced=True),
     *_of(
         f"{_CLIENT}.",
@@ -257,7 +259,12 @@ CLIENT = (
             "direct_to_workers",
             "futures",
             "rpc",
+            "scheduler_comm",
         )
+    ),
+    *(
+        Seam("distributed.batched:BatchedSend.__init__.__code__.co_names", item=name)
+        for name in ("batch_count", "interval", "next_deadline")
     ),
 )
 

@@ -42,13 +42,17 @@ async def test_uninstalling_puts_everything_back(c, s, *workers):
     before = snapshot(s, workers)
     await c.register_plugin(Hoplite())
     assert policies(s) == {KeepWishedReplicas}
+    stream, interval = c.scheduler_comm, c.scheduler_comm.interval
     x = await c.scatter(array(), broadcast=True)
+    assert await c.submit(int, 7) == 7
+    assert stream.interval < interval, "messages gather for shorter"
     during = snapshot(s, workers)
     assert all(a != b for a, b in zip(before[-1], during[-1], strict=True))
     await c.unregister_scheduler_plugin("hoplite")
     assert snapshot(s, workers) == before
     assert policies(s) == {ReduceReplicas}
-    assert "_scatter" not in c.__dict__
+    assert not {"_scatter", "_send_to_scheduler_safe"} & c.__dict__.keys()
+    assert stream.interval == interval
     assert np.array_equal(await x, array()), "objects are Dask's and stay"
     y = await c.scatter(array(seed=1), broadcast=True)
     assert np.array_equal(await y, array(seed=1))
