@@ -177,6 +177,7 @@ class Hoplite(SchedulerPlugin):
             "hoplite_comes": puts.comes,
             "hoplite_broadcast": copies.broadcast,
             "hoplite_hold": self.reductions.hold,
+            "hoplite_gathers": self.reductions.gatherings.gathers,
             "hoplite_contributors": self.reductions.contributors_of,
             "hoplite_locate": self.locate,
             "hoplite_keep": self.keep,

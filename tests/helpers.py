@@ -51,3 +51,20 @@ def first_blocks(buffer: Buffer, nbytes: int) -> bytes:
     """What goes over the wire before the block of an offset."""
     wire = Wire(buffer)
     return b"".join(wire.sealed(0, wire.position(nbytes)))
+
+
+def apart(s, workers, latency=1e-6):
+    """Let workers seem to be on a host each, where rings pay; return what is sent to them."""
+    side = plugin(s)
+    for i, w in enumerate(workers):
+        side.directory.hosts[w.address] = f"host-{i}"
+    side.directory.cost.latency = latency
+    sent = []
+    send = side.send
+
+    def note(worker, op, **message):
+        sent.append((op, message))
+        send(worker, op, **message)
+
+    side.send = note
+    return sent

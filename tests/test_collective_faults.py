@@ -23,7 +23,7 @@ from dask_hoplite import Hoplite, ObjectLostError, ReductionError
 from dask_hoplite.core.events import Broken
 from dask_hoplite.exceptions import CancelledPullError
 from tests import helpers
-from tests.helpers import first_blocks, hoplite_cluster, plugin
+from tests.helpers import apart, first_blocks, hoplite_cluster, plugin
 
 until = partial(helpers.until, timeout=25)
 
@@ -529,7 +529,7 @@ async def test_a_worker_that_is_paused(c, s, *workers):
 
 def freeze(worker):
     """Let a worker answer nobody, and say nothing of reductions, until it is let go again."""
-    names = ["echo", "hoplite_pull", "hoplite_acquire", "hoplite_gather"]
+    names = ["echo", "hoplite_pull", "hoplite_acquire", "hoplite_describe", "hoplite_gather"]
     handlers, reducer = {name: worker.handlers[name] for name in names}, None
     reducer = worker.plugins["hoplite"].reducer
     report = reducer.report
@@ -610,6 +610,65 @@ def test_copies_are_not_waited_for_where_nobody_answers(op):
         await nothing_left(s, workers)
 
     test()
+
+
+@hoplite_cluster()
+async def test_a_ring_in_which_one_does_not_answer(c, s, *workers):
+    await c.register_plugin(Hoplite())
+    apart(s, workers)
+    operands = powers(c, workers)
+    await wait(operands)
+    let_go = freeze(workers[3])
+    result = await hoplite.allgather(operands, client=c)
+    await root_found(s, result, workers)
+    gathering = plugin(s).reductions.gatherings.gatherings[result.key]
+    await until(lambda: workers[3].address in gathering.spread.silent)
+    let_go()
+    np.testing.assert_array_equal(np.stack(await result), [power(i) for i in range(4)])
+    del result, operands
+    await nothing_left(s, workers)
+
+
+@hoplite_cluster()
+async def test_workers_that_hear_of_a_gathering_after_its_recall(c, s, *workers):
+    await c.register_plugin(Hoplite())
+    operands = powers(c, workers)
+    await wait(operands)
+    plain, recalled, heard = {}, {}, {}
+
+    def late(worker):
+        plain[worker] = worker.handlers["hoplite_gather"]
+        heard[worker], recalled[worker] = asyncio.Event(), asyncio.Event()
+        recall = worker.stream_handlers["hoplite-recall"]
+
+        async def gather(**how):
+            heard[worker].set()
+            await recalled[worker].wait()
+            return await plain[worker](**how)
+
+        def recalls(**what):
+            recall(**what)
+            recalled[worker].set()
+
+        worker.handlers["hoplite_gather"] = gather
+        worker.stream_handlers["hoplite-recall"] = recalls
+
+    for w in workers:
+        late(w)
+    result = await hoplite.allgather(operands, client=c)
+    root = await root_found(s, result, workers)
+    copies = [w for w in workers if w is not root]
+    for w in copies:
+        await heard[w].wait()
+    key = result.key
+    del result
+    for w in copies:
+        await recalled[w].wait()
+    recalled[root].set()
+    await until(lambda: not plugin(s).tasks)
+    assert not [w for w in workers if key in w.data]
+    del operands
+    await nothing_left(s, workers)
 
 
 # Processes

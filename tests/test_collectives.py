@@ -16,7 +16,7 @@ from distributed.utils_test import gen_test
 
 import dask_hoplite as hoplite
 from dask_hoplite import Hoplite
-from tests.helpers import hoplite_cluster, plugin, until
+from tests.helpers import apart, hoplite_cluster, plugin, until
 
 Point = namedtuple("Point", "x y")
 
@@ -705,23 +705,6 @@ def test_a_synchronous_client(loop):
 
 
 # On several workers
-
-
-def apart(s, workers, latency=1e-6):
-    """Let workers seem to be on a host each, where rings pay; return what is sent to them."""
-    side = plugin(s)
-    for i, w in enumerate(workers):
-        side.directory.hosts[w.address] = f"host-{i}"
-    side.directory.cost.latency = latency
-    sent = []
-    send = side.send
-
-    def note(worker, op, **message):
-        sent.append((op, message))
-        send(worker, op, **message)
-
-    side.send = note
-    return sent
 
 
 def rings(sent):

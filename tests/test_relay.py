@@ -275,7 +275,7 @@ async def test_a_worker_that_dies_in_the_middle_of_a_scatter(c, s, *workers):
 @pytest.mark.parametrize("when", ["at first", "in the middle"])
 @hoplite_cluster(
     nthreads=[("127.0.0.1", 1)] * 2,
-    config={"hoplite.min-size": 1000, "hoplite.push-timeout": "500ms"},
+    config={"hoplite.min-size": 1000, "hoplite.push-timeout": "2s"},
 )
 async def test_a_worker_that_falls_silent_in_the_middle_of_a_scatter(c, s, *workers, when, way):
     await c.register_plugin(Hoplite())

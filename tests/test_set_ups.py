@@ -312,13 +312,21 @@ async def test_a_client_that_leaves_while_its_object_is_placed(c, s, a, b):
 
 
 @hoplite_cluster(nthreads=[("127.0.0.1", 1)] * 2)
-async def test_a_worker_that_leaves_in_the_middle(c, s, a, b):
+async def test_a_worker_that_leaves_in_the_middle(c, s, a, b, monkeypatch):
     await c.register_plugin(Hoplite())
     async with Worker(s.address, nthreads=1) as late:
+        begun, begin, puller = asyncio.Event(), pull.Incoming.begin, late.plugins["hoplite"].puller
+
+        def watched(incoming, layout, handle):
+            if incoming.puller is puller:
+                begun.set()
+            return begin(incoming, layout, handle)
+
+        monkeypatch.setattr(pull.Incoming, "begin", watched)
         x = hosted(c, 80_000_000, worker=a.address)
         await x
         broadcasting = asyncio.create_task(hoplite.broadcast(x, client=c))
-        await until(lambda: late.plugins["hoplite"].puller.incoming)
+        await begun.wait()
     await asyncio.wait_for(broadcasting, 20)
     assert len(s.tasks[x.key].who_has) == 2
     assert np.array_equal(b.data[x.key], array(80_000_000))

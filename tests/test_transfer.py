@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import time
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from dask_hoplite.core.instructions import Pull
 from dask_hoplite.exceptions import CancelledPullError, SourceFailedError
 from dask_hoplite.transfer.buffer import Buffer
 from dask_hoplite.transfer.layout import Layout, dump, load
-from dask_hoplite.transfer.patience import stop
+from dask_hoplite.transfer.patience import patiently, stop
 from dask_hoplite.transfer.pull import Puller
 from dask_hoplite.transfer.shelf import Shelf
 
@@ -275,6 +276,22 @@ def test_a_buffer_that_has_ended_holds_nobody():
         assert not buffer._followers
         buffer.follow(lambda: None)
         assert not buffer._followers
+
+
+@gen_test()
+async def test_who_stood_still_does_not_blame_the_other():
+    """As a process that was suspended: what had come meanwhile has still to be read."""
+
+    async def doing():
+        await asyncio.sleep(0)
+        time.sleep(0.3)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        return "done"
+
+    assert await patiently(doing(), lambda: 0, timeout=0.2) == "done"
+    with pytest.raises(TimeoutError, match=r"silent for 0\.2 s"):
+        await patiently(asyncio.Event().wait(), lambda: 0, timeout=0.2)
 
 
 @gen_test()

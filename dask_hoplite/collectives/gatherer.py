@@ -54,7 +54,12 @@ class Gatherer:
         return found
 
     async def gather(
-        self, key: Key, nbytes: dict[Key, int], ring: dict[str, Any] | None, hold: bool
+        self,
+        key: Key,
+        number: int,
+        nbytes: dict[Key, int],
+        ring: dict[str, Any] | None,
+        hold: bool,
     ) -> dict[str, str]:
         """Make the list of the values of keys.
 
@@ -62,6 +67,9 @@ class Gatherer:
         ----------
         key : Key
             What it is called.
+        number : int
+            Of the attempt, which may have been given up by now: its recall goes another way than
+            this, and nobody would ever drop what comes after it.
         nbytes : dict
             The keys and their sizes.
         ring : dict, optional
@@ -71,6 +79,8 @@ class Gatherer:
             Whether to hold it here. If not, the task waits for it.
         """
         try:
+            if not await self.worker.scheduler.hoplite_gathers(key=key, number=number):
+                return {"status": "failed", "reason": "it was recalled"}
             found = await self._round(key, **ring) if ring is not None else {}
 
             async def get(operand: Key) -> Any:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.protocol.pickle import dumps
 
-from dask_hoplite.collectives.spread import Spread, move
+from dask_hoplite.collectives.spread import Spread, comes, move
 from dask_hoplite.core.events import Key
 from dask_hoplite.exceptions import ReductionError
+from dask_hoplite.transfer.patience import stop
 
 if TYPE_CHECKING:
     from distributed.scheduler import Scheduler, TaskState
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class Gathering:
-    """One attempt to bring all operands to all workers that are to have them."""
+    """Brings all operands to all workers that are to have them."""
 
     def __init__(self, hoplite: Hoplite, key: Key, wish: dict[str, Any]):
         self.key = key
@@ -32,6 +33,7 @@ class Gathering:
         self.workers: Collection[str] | str = wish["spread"]
         self.spread = Spread(hoplite, key)
         self.root: str | None = None
+        self.number = 0  #: of the attempt that is going on
 
     @property
     def named(self) -> Collection[str]:
@@ -67,7 +69,7 @@ class Gatherings:
         if finish == "processing" and ts.processing_on is not None:
             self._gather(gathering, ts.processing_on.address)
         elif start == "processing" and finish in ("released", "waiting", "no-worker"):
-            gathering.root = None
+            gathering.root, gathering.number = None, 0
             gathering.spread.drop()
         elif finish == "memory":
             gathering.root = None
@@ -77,6 +79,11 @@ class Gatherings:
             gathering.root = None
             gathering.spread.drop()
             del self.gatherings[key]
+
+    async def gathers(self, key: Key, number: int) -> bool:
+        """Whether an attempt is still going on: workers may hear of it after its recall."""
+        gathering = self.gatherings.get(key)
+        return gathering is not None and gathering.number == number
 
     def restart(self) -> None:
         """Forget all."""
@@ -92,12 +99,12 @@ class Gatherings:
         else:
             workers = set(gathering.named) & there
         workers.add(root)
-        gathering.root = root
-        ring = asyncio.ensure_future(self._ring(gathering, holders, workers))
+        gathering.root, gathering.number = root, (number := self.number())
+        ring = self.hoplite.spawn(self._ring(gathering, holders, workers))
 
         async def bring(worker: str) -> bool:
-            place = (await ring).get(worker)
-            bringing = self.hoplite.spawn(self._bring(gathering, worker, root, place))
+            place = (await asyncio.shield(ring)).get(worker)
+            bringing = self.hoplite.spawn(self._bring(gathering, number, worker, place))
             if worker == root:
                 bringing.add_done_callback(forget)
             answer = await asyncio.shield(bringing)
@@ -122,13 +129,16 @@ class Gatherings:
         gathering.spread.begin(root, workers, bring, finish)
 
     async def _bring(
-        self, gathering: Gathering, worker: str, root: str, ring: dict[str, Any] | None
+        self, gathering: Gathering, number: int, worker: str, ring: dict[str, Any] | None
     ) -> dict[str, Any]:
-        nbytes = {key: self._nbytes(key) for key in gathering.operands}
+        how = {
+            "number": number,
+            "nbytes": {key: self._nbytes(key) for key in gathering.operands},
+            "ring": ring,
+            "hold": worker != gathering.root,
+        }
         try:
-            answer = await self.scheduler.rpc(worker).hoplite_gather(
-                key=gathering.key, nbytes=nbytes, ring=ring, hold=worker != root
-            )
+            answer = await self.scheduler.rpc(worker).hoplite_gather(key=gathering.key, **how)
         except OSError as error:
             return {"status": "left", "reason": str(error)}
         return answer or {"status": "failed", "reason": "has no Hoplite"}
@@ -148,12 +158,7 @@ class Gatherings:
         if len({hosts.get(worker) for worker in members}) < 2:
             return {}  # they share memory, as far as they can
         try:
-            described = await asyncio.gather(
-                *(
-                    self.scheduler.rpc(worker).hoplite_describe(keys=own[worker])
-                    for worker in members
-                )
-            )
+            described = await asyncio.gather(*(self._describe(w, own[w]) for w in members))
         except (OSError, KeyError, TypeError) as error:
             logger.info("Hoplite: no ring for %r: %s", gathering.key, error)
             return {}
@@ -166,6 +171,14 @@ class Gatherings:
             "number": self.number(),
         }
         return {worker: {**ring, "index": index} for index, worker in enumerate(members)}
+
+    async def _describe(self, worker: str, keys: list[Key]) -> dict[Key, dict[str, Any]]:
+        """How a worker would send what it holds; nothing if it does not answer."""
+        asking = asyncio.ensure_future(self.scheduler.rpc(worker).hoplite_describe(keys=keys))
+        try:
+            return await asking if await comes(self.hoplite, worker, asking) else {}
+        finally:
+            await stop(asking)
 
     def _send(self, worker: str, op: str, **message: Any) -> None:
         self.hoplite.send(worker, op, **message)

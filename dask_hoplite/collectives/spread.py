@@ -10,7 +10,7 @@ from time import time
 from typing import TYPE_CHECKING, Any
 
 from dask_hoplite.core.events import Key
-from dask_hoplite.transfer.patience import stop
+from dask_hoplite.transfer.patience import answered, stop
 
 if TYPE_CHECKING:
     from distributed.scheduler import Scheduler, TaskState
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from dask_hoplite.scheduler import Hoplite
 
 logger = logging.getLogger(__name__)
-
-#: If an event loop was blocked, answers are there, but timers come first.
-STEPS = 4
 
 #: Of recalls
 NUMBERS = itertools.count(1)
@@ -89,15 +86,12 @@ class Spread:
 
     async def _one(self, worker: str, bring: Callable[[str], Coroutine[Any, Any, bool]]) -> None:
         """Let one have a copy, unless it falls silent."""
-        timeout = self.hoplite.config.stall_timeout
         doing = asyncio.ensure_future(bring(worker))
         try:
-            while not (await asyncio.wait({doing}, timeout=2 * timeout))[0]:
-                if not await answers(self.hoplite.scheduler, worker, timeout):
-                    logger.warning("Hoplite: %s is silent, and has no %r", worker, self.key)
-                    self.silent.add(worker)
-                    return
-            if doing.result():
+            if not await comes(self.hoplite, worker, doing):
+                logger.warning("Hoplite: %s is silent, and has no %r", worker, self.key)
+                self.silent.add(worker)
+            elif doing.result():
                 self.copies.add(worker)
         except Exception:
             logger.exception("Hoplite: %s could not get %r", worker, self.key)
@@ -146,6 +140,15 @@ class Spread:
             self.hoplite.send(worker, "hoplite-recall", key=self.key, number=number)
 
 
+async def comes(hoplite: Hoplite, worker: str, doing: asyncio.Future[Any]) -> bool:
+    """Wait for what a worker does, however long; or until it does not even answer."""
+    timeout = hoplite.config.stall_timeout
+    while not (await asyncio.wait({doing}, timeout=2 * timeout))[0]:
+        if not await answers(hoplite.scheduler, worker, timeout):
+            return False
+    return True
+
+
 async def answers(scheduler: Scheduler, worker: str, timeout: float) -> bool:
     """Whether a worker answers."""
     asking = asyncio.ensure_future(scheduler.rpc(worker).echo(data="hoplite"))
@@ -153,14 +156,6 @@ async def answers(scheduler: Scheduler, worker: str, timeout: float) -> bool:
         return await answered(asking, timeout) and not asking.exception()
     finally:
         await stop(asking)
-
-
-async def answered(asking: asyncio.Future[Any], timeout: float) -> bool:
-    """Whether there is an answer in time; of a time in which we were asleep, only a part counts."""
-    for _ in range(STEPS):
-        if (await asyncio.wait({asking}, timeout=timeout / STEPS))[0]:
-            return True
-    return False
 
 
 def move(hoplite: Hoplite, key: Key, root: str, silent: Collection[str]) -> None:

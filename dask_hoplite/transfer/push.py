@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from distributed.comm.core import Comm
 from distributed.core import send_recv
 
@@ -68,18 +66,17 @@ async def _ask(
     comm: Comm, worker: str, key: Key, buffer: Buffer, epoch: int, timeout: float
 ) -> bool:
     """Wait until the worker is ready; return whether it can see our memory."""
-    async with asyncio.timeout(timeout):
-        answer = await send_recv(
-            comm,
-            op="hoplite_push",
-            key=key,
-            epoch=epoch,
-            layout=buffer.layout.to_message(),
-            affinity=affinity(),
-        )
+    asking = send_recv(
+        comm,
+        op="hoplite_push",
+        key=key,
+        epoch=epoch,
+        layout=buffer.layout.to_message(),
+        affinity=affinity(),
+    )
+    answer = await patiently(asking, lambda: None, timeout)
     while answer is not None and answer["status"] == "wait":  # until there is room for it
-        async with asyncio.timeout(timeout):
-            answer = await comm.read()
+        answer = await patiently(comm.read(), lambda: None, timeout)
     if answer is None:  # it is closing, perhaps
         raise ConnectionError("it has no Hoplite")
     if answer["status"] == "gone":
