@@ -752,7 +752,7 @@ class Orders(RuleBasedStateMachine):
         )
         self.gone: set[str] = set()
         self.root: str | None = None
-        self.dropped = False  # whether copies were, of which nobody said so
+        self.dropped = False  # whether copies were, since there was a root
         if data.draw(st.booleans()):  # or hardly any plan is ever complete
             for index, key in enumerate(OPERANDS):
                 self.ready(key, WORKERS[index % len(WORKERS)])
@@ -908,18 +908,19 @@ class Orders(RuleBasedStateMachine):
             return
         cluster = self.cluster
         placed, able = self.able()
+        rooted = self.root is not None and self.root not in cluster.asked
+        self.dropped = self.dropped and not rooted
         final = any(node.count for node in cluster.nodes.values())
         missing = cluster.plan.count - len(placed)
         assert missing >= 0
         if len(able) >= missing:
-            assert final == (self.root is not None and self.root not in cluster.asked)
+            assert final == rooted
         elif not cluster.plan.ordered:
             waiting = [key for key in able if self.root not in cluster.holders[key]]
             assert not final
             # Nobody says that a copy is dropped. If only the root was missing before, it is seen
             # when there is one.
-            unseen = self.dropped and (self.root is None or self.root in cluster.asked)
-            assert cluster.timers or not waiting or unseen
+            assert cluster.timers or not waiting or self.dropped
 
     @invariant()
     def a_node_is_at_a_worker_that_can_be_had(self):
