@@ -51,7 +51,7 @@ class Put:
     task: TaskState | None = None  #: Dask's, once there is one
     held: set[str] = field(default_factory=set)
     failed: dict[str, str] = field(default_factory=dict)
-    copying: dict[str, asyncio.Task[None]] = field(default_factory=dict)  #: by worker
+    copying: list[asyncio.Task[None]] = field(default_factory=list)
 
 
 class Puts:
@@ -136,22 +136,22 @@ class Puts:
             if not workers:
                 raise ValueError("none of the workers that were asked for is there any more")
         targets = await self._targets(workers, timeout)
-        coming = self._coming()
+        arriving: Counter[str] = Counter()
+        for put in self.pending.values():
+            arriving[put.root] += put.nbytes
         # Evenly within a call, since what comes together is likely to be used together; between
         # calls by what Dask knows workers to hold, which is up to date as their memory is not.
-        # Whoever is to get the same as others and has not yet is slow, and would keep them waiting.
         load = {
-            ws: (ws.address in avoid, 0, ws.nbytes + late, late, ws.address)
+            ws: (ws.address in avoid, 0, ws.nbytes + arriving[ws.address], ws.address)
             for ws in targets
-            for late in [coming[ws.address]]
         }
         chosen: list[tuple[Key, int, list[str]]] = []
         for key, size in nbytes.items():
             ranked = sorted(fitting(key, size, targets), key=load.__getitem__)
             n = len(ranked) if broadcast is True else max(int(broadcast), 1)
             for ws in ranked[:n]:
-                avoided, placed, held, late, address = load[ws]
-                load[ws] = (avoided, placed + size, held, late, address)
+                avoided, placed, held, address = load[ws]
+                load[ws] = (avoided, placed + size, held, address)
             chosen.append((key, size, [ws.address for ws in ranked]))
         everywhere = workers is None and broadcast is True
         placement: dict[Key, tuple[str, int]] = {}
@@ -163,26 +163,11 @@ class Puts:
                 n = len(able) if broadcast is True else max(int(broadcast), 1)
                 others = [worker for worker in able if worker != put.root][: n - 1]
                 put.wish = None if everywhere else [put.root, *others]
-                put.copying = {w: asyncio.create_task(self._copy(put, w)) for w in others}
+                put.copying = [asyncio.create_task(self._copy(put, worker)) for worker in others]
         except BaseException as error:
             self.abort(placement, f"another object of the same call: {error}")
             raise
         return placement
-
-    def _coming(self) -> Counter[str]:
-        """Bytes that workers are to get, and of which Dask does not know yet."""
-        sizes = dict(self.hoplite.directory.receiving())
-        for put in self.pending.values():
-            receivers = {put.root, *put.copying}.difference(put.failed)
-            sizes |= {(put.key, receiver): put.nbytes for receiver in receivers}
-        coming: Counter[str] = Counter()
-        for (key, worker), nbytes in sizes.items():
-            ts = self.scheduler.tasks.get(key)
-            if ts is None or ts.nbytes < 0:
-                coming[worker] += nbytes
-            elif self.scheduler.workers.get(worker) not in (ts.who_has or ()):
-                coming[worker] += ts.nbytes  # not as on the wire, to compare with who has it
-        return coming
 
     async def _begin(self, key: Key, nbytes: int, client: str, workers: list[str]) -> Put:
         """Let a worker expect an object: the first that answers."""
@@ -279,7 +264,7 @@ class Puts:
             )
             put.task = self.scheduler.tasks[put.key]
         try:
-            if copying := [task for put in puts for task in put.copying.values()]:
+            if copying := [task for put in puts for task in put.copying]:
                 await asyncio.wait(copying)
             # Workers that came while the others were being served.
             self.hoplite.fulfil([put.key for put in puts])

@@ -217,32 +217,6 @@ async def test_scatter_spreads_evenly(c, s, *workers, together):
 
 
 @hoplite_cluster()
-async def test_scatter_comes_last_to_who_is_late(c, s, *workers):
-    """Who has less than the others may be the slowest: it has yet to get what they have."""
-    await c.register_plugin(Hoplite())
-    x = await c.scatter(array(), workers=[w.address for w in workers[1:]], broadcast=True)
-    [late, *others] = workers
-    go_on = asyncio.Event()
-
-    def held_back(serve):
-        async def held(comm, **kwargs):
-            await go_on.wait()
-            return await serve(comm, **kwargs)
-
-        return held
-
-    for w in others:
-        w.handlers["hoplite_pull"] = held_back(w.handlers["hoplite_pull"])
-    copying = asyncio.create_task(c.replicate(x, workers=[late.address]))
-    await until(lambda: late.plugins["hoplite"].puller.incoming)
-    futures = [await c.scatter(array(seed=seed)) for seed in range(1, 5)]
-    roots = [ws.address for y in futures for ws in s.tasks[y.key].who_has]
-    assert roots[-1] == late.address and len(set(roots)) == 4
-    go_on.set()
-    await copying
-
-
-@hoplite_cluster()
 async def test_scatter_hash(c, s, *workers):
     await c.register_plugin(Hoplite())
     [x], [y] = await c.scatter([array()]), await c.scatter([array()])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from functools import singledispatchmethod
 from typing import Any
 
@@ -636,12 +636,6 @@ class Directory:
     def receives(self, worker: str) -> bool:
         """Whether anything is on its way to a worker."""
         return any(worker in tree.transfers for tree in self.trees.values())
-
-    def receiving(self) -> Iterator[tuple[tuple[Key, str], int]]:
-        """Keys and workers that get them now, and the size of each."""
-        for tree in self.trees.values():
-            for receiver in tree.transfers:
-                yield (tree.key, receiver), tree.nbytes
 
     def _row(self, transfer: Transfer, status: str, stop: float | None) -> dict[str, Any]:
         return {
