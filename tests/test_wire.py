@@ -129,16 +129,17 @@ def test_blocks_in_each_others_place_are_found():
 def flips(worker, times: int):
     """Let a worker damage a byte of what it sends, in its own memory, some times."""
     extension = worker.plugins["hoplite"]
-    plain, left = worker.handlers["hoplite_pull"], [times]
+    plain, left = worker.handlers["hoplite_pull"], times
 
     async def serve(comm, key, **kwargs):
+        nonlocal left
         async with extension.shelf.reading(key) as buffer:
             on_the_wire(buffer)  # its digests are there
             where = buffer.piece(buffer.nbytes // 2, buffer.nbytes // 2 + 1)
             where = np.frombuffer(where, dtype="u1")
             where.flags.writeable = True
-            left[0] -= 1
-            if left[0] < 0:
+            left -= 1
+            if left < 0:
                 return await plain(comm, key=key, **kwargs)
             where ^= 1
             try:
@@ -147,7 +148,6 @@ def flips(worker, times: int):
                 where ^= 1
 
     worker.handlers["hoplite_pull"] = serve
-    return left
 
 
 @pytest.mark.parametrize("security", [None, Security.temporary()], ids=["tcp", "tls"])
@@ -164,11 +164,20 @@ def test_a_relay_that_damages_bytes(times, security):
         await x
         ts = s.tasks[x.key]
         extension = receiver.plugins["hoplite"]
-        left = flips(a, times)
+        flips(a, times)
+        damage, begun, both = a.handlers["hoplite_pull"], asyncio.Event(), asyncio.Event()
+
+        async def serve(comm, **kwargs):
+            begun.set()
+            await both.wait()  # or it may be asked for the last time before there is another one
+            return await damage(comm, **kwargs)
+
+        a.handlers["hoplite_pull"] = serve
         asked = asyncio.create_task(extension.acquire({x.key: 900_000}))
-        await until(lambda: left[0] < times)
+        await begun.wait()
         b.update_data({x.key: array(900_000)}, stimulus_id="test")
         s.add_replica(ts, s.workers[b.address])
+        both.set()
         assert await asked == {"status": "OK"}
         np.testing.assert_array_equal(receiver.data[x.key], array(900_000))
         await until(lambda: "finished" in [row["status"] for row in plugin(s).directory.log()])
